@@ -1,0 +1,162 @@
+"""Creating an index on the base table of a live table.
+
+Lance trains an index on the rows of the base table. A live table may have most of its rows, or
+all of them, in front of the base, so vector models are trained on the table as readers see it and
+then handed to Lance, which builds the base's part with them. MemTables and generations are built
+with the same model from then on.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import lance
+import pyarrow as pa
+import pyarrow.compute as pc
+from lance.bitmap import Bitmap
+from lance.dataset import Index as LanceIndex
+
+from penstock.errors import InvalidInput, PenstockError
+from penstock.index.base import IndexSpec, create_like, load_index_specs
+from penstock.memwal.base_table import BaseSnapshot, BaseTable
+
+VECTOR_KINDS = ("ivf_flat", "ivf_pq", "ivf_sq")
+SCALAR_KINDS: dict[str, Literal["INVERTED", "BTREE", "BITMAP"]] = {
+    "fts": "INVERTED",
+    "btree": "BTREE",
+    "bitmap": "BITMAP",
+}
+METRICS = ("l2", "cosine", "dot")
+_PQ_TRAINING_ROWS = 256
+_SAMPLE_ROWS = 65_536
+
+
+def create_index(
+    table: BaseTable,
+    column: str,
+    kind: str,
+    *,
+    name: str | None,
+    live: Any,
+    options: Mapping[str, Any],
+) -> str:
+    """Create an index and return its name; `live()` gives the table's rows for training."""
+    base = table.snapshot()
+    schema = base.shape.schema
+    if column not in schema.names:
+        raise InvalidInput(f"no column {column!r}; the table has {', '.join(schema.names)}")
+    kind = kind.lower()
+    chosen = name or f"{column}_idx"
+    dataset = base.dataset
+    try:
+        if kind in SCALAR_KINDS:
+            dataset.create_scalar_index(column, SCALAR_KINDS[kind], name=chosen, **options)
+        elif kind in VECTOR_KINDS:
+            _create_vector(table, base, column, kind, chosen, live, dict(options))
+        else:
+            known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS])
+            raise InvalidInput(f"unknown index kind {kind!r}; there are: {known}")
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        if isinstance(error, PenstockError):
+            raise
+        raise InvalidInput(
+            f"{kind} index on {column!r} ({schema.field(column).type}) was refused: {error}"
+        ) from error
+    if table.store.list_dirs("_indices"):
+        table.store.sync("_indices")
+    table.store.sync("_versions")
+    return chosen
+
+
+def _create_vector(
+    table: BaseTable,
+    base: BaseSnapshot,
+    column: str,
+    kind: str,
+    name: str,
+    live: Any,
+    options: dict[str, Any],
+) -> None:
+    field_type = base.shape.schema.field(column).type
+    if not pa.types.is_fixed_size_list(field_type):
+        raise InvalidInput(
+            f"column {column!r} is {field_type}; a vector index needs a fixed-size list of floats"
+        )
+    metric = options.pop("metric", "l2")
+    if metric not in METRICS:
+        raise InvalidInput(f"unknown metric {metric!r}; there are: {', '.join(METRICS)}")
+    model = _train(column, kind, metric, live(), options)
+    spec = replace(model, name=name, column=column)
+    if base.dataset.count_rows():
+        create_like(spec, base.dataset)
+    else:
+        _graft(table, base, spec)
+
+
+def _graft(table: BaseTable, base: BaseSnapshot, spec: IndexSpec) -> None:
+    """Give an empty base table a trained index.
+
+    Lance builds nothing on a table without rows and would forget the model. So the index is built
+    on a table with one row and no vector, and its files, which hold the model and no entries, are
+    added to the base as an index that covers no fragment yet.
+    """
+    field = base.shape.schema.field(spec.column)
+    with tempfile.TemporaryDirectory(prefix="penstock-graft-") as directory:
+        row = pa.table([pa.nulls(1, field.type)], schema=pa.schema([field.with_nullable(True)]))
+        donor = lance.write_dataset(row, f"{directory}/donor.lance")
+        create_like(spec, donor)
+        built = _created_index(donor)
+        identity = str(table.seams.entropy.uuid4())
+        for file in built.files or ():
+            with open(f"{directory}/donor.lance/_indices/{built.uuid}/{file.path}", "rb") as source:
+                table.store.put(f"_indices/{identity}/{file.path}", source.read())
+    index = LanceIndex(
+        uuid=identity,
+        name=spec.name,
+        fields=[base.shape.field_ids[spec.column]],
+        dataset_version=base.version,
+        fragment_ids=Bitmap(),
+        index_version=built.index_version,
+        index_details=built.index_details,
+        files=built.files,
+    )
+    lance.LanceDataset.commit(
+        table.uri,
+        lance.LanceOperation.CreateIndex([index], []),
+        read_version=base.version,
+        storage_options=table.storage_options,
+    )
+
+
+def _created_index(dataset: lance.LanceDataset) -> LanceIndex:
+    """The index that the dataset's newest version added."""
+    transaction = dataset.read_transaction(dataset.version)
+    assert transaction is not None
+    assert isinstance(transaction.operation, lance.LanceOperation.CreateIndex)
+    return transaction.operation.new_indices[0]
+
+
+def _train(
+    column: str, kind: str, metric: str, rows: pa.Table, options: dict[str, Any]
+) -> IndexSpec:
+    """A model trained by Lance on a sample of the live rows."""
+    vectors = rows.select([column]).filter(pc.is_valid(rows.column(column)))
+    if vectors.num_rows > _SAMPLE_ROWS:
+        step = vectors.num_rows / _SAMPLE_ROWS
+        vectors = vectors.take(pa.array([int(i * step) for i in range(_SAMPLE_ROWS)]))
+    partitions = int(options.pop("num_partitions", 0)) or max(1, round(vectors.num_rows**0.5 / 4))
+    needed = max(partitions, _PQ_TRAINING_ROWS if kind == "ivf_pq" else 1)
+    if vectors.num_rows < needed:
+        raise InvalidInput(
+            f"{kind} on {column!r} with {partitions} partitions is trained on at least {needed} "
+            f"vectors, and the table has {vectors.num_rows}; write more rows first"
+        )
+    with tempfile.TemporaryDirectory(prefix="penstock-train-") as directory:
+        sample = lance.write_dataset(vectors, f"{directory}/sample.lance")
+        sample.create_index(
+            column, kind.upper(), name="model", metric=metric, num_partitions=partitions, **options
+        )
+        return load_index_specs(sample, ["model"])[0]

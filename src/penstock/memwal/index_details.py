@@ -1,0 +1,258 @@
+"""The MemWAL index of a base table: configuration and progress, kept by Lance in its manifest.
+
+The index has no files: all of it is one protobuf message in the table manifest's index section.
+It is read from the manifest of a version, and changed by committing a replacement; of two
+concurrent changes one is retried on what the other wrote, so neither is lost.
+"""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lance
+from lance.bitmap import Bitmap
+from lance.dataset import Index as LanceIndex
+
+from penstock.errors import CommitConflict, Corruption, InvalidInput, NotATable, ObjectNotFound
+from penstock.memwal import wire
+from penstock.memwal.region_spec import RegionField, RegionSpec
+from penstock.storage.objects import ObjectStore
+from penstock.storage.seams import Seams
+
+INDEX_NAME = "__lance_mem_wal"
+TYPE_URL = "/lance.table.MemWalIndexDetails"
+_FOOTER = struct.Struct("<QHH4s")
+_LAST_VERSION = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemWalIndexDetails:
+    snapshot_ts_millis: int = 0
+    num_regions: int = 0
+    inline_snapshots: bytes | None = None
+    region_specs: tuple[RegionSpec, ...] = ()
+    maintained_indexes: tuple[str, ...] = ()
+    merged_generations: Mapping[uuid.UUID, int] = field(default_factory=dict)
+    index_catchup: Mapping[str, Mapping[uuid.UUID, int]] = field(default_factory=dict)
+    writer_config_defaults: Mapping[str, str] = field(default_factory=dict)
+    maintain_all_indexes: bool = True
+    raw: bytes = field(default=b"", compare=False, repr=False)
+
+    @property
+    def current_spec(self) -> RegionSpec | None:
+        """The spec new rows are routed by: the one with the highest id."""
+        return max(self.region_specs, key=lambda spec: spec.spec_id, default=None)
+
+    def with_spec(self, spec: RegionSpec) -> MemWalIndexDetails:
+        """The details with one more spec; ids are never used again."""
+        if any(known.spec_id >= spec.spec_id for known in self.region_specs):
+            raise InvalidInput(f"region spec id {spec.spec_id} was used before")
+        buckets = [field.parameters.get("num_buckets") for field in spec.fields]
+        planned = int(buckets[0] or 0) if len(buckets) == 1 else 0
+        unsharded = [field.transform for field in spec.fields] == ["unsharded"]
+        return replace(
+            self,
+            region_specs=(*self.region_specs, spec),
+            num_regions=1 if unsharded else planned,
+        )
+
+    def merged(self, region_id: uuid.UUID) -> int:
+        """The last generation of a region that is in the base table; 0 if none is."""
+        return self.merged_generations.get(region_id, 0)
+
+    def encode(self) -> bytes:
+        message = wire.new("MemWalIndexDetails")
+        if self.raw:
+            message.ParseFromString(self.raw)
+        message.snapshot_ts_millis = self.snapshot_ts_millis
+        message.num_regions = self.num_regions
+        message.ClearField("inline_snapshots")
+        if self.inline_snapshots is not None:
+            message.inline_snapshots = self.inline_snapshots
+        del message.region_specs[:]
+        for spec in self.region_specs:
+            added = message.region_specs.add(spec_id=spec.spec_id)
+            for region_field in spec.fields:
+                stored = added.fields.add(
+                    field_id=region_field.field_id, result_type=region_field.result_type
+                )
+                stored.source_ids.extend(region_field.source_ids)
+                if region_field.transform is not None:
+                    stored.transform = region_field.transform
+                if region_field.expression is not None:
+                    stored.expression = region_field.expression
+                stored.parameters.update(region_field.parameters)
+        message.maintained_indexes[:] = self.maintained_indexes
+        del message.merged_generations[:]
+        _put_generations(message.merged_generations, self.merged_generations)
+        del message.index_catchup[:]
+        for name, progress in sorted(self.index_catchup.items()):
+            caught_up = message.index_catchup.add(index_name=name)
+            _put_generations(caught_up.caught_up_generations, progress)
+        message.writer_config_defaults.clear()
+        message.writer_config_defaults.update(self.writer_config_defaults)
+        message.maintain_all_indexes = self.maintain_all_indexes
+        encoded: bytes = message.SerializeToString(deterministic=True)
+        return encoded
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> MemWalIndexDetails:
+        message = wire.new("MemWalIndexDetails")
+        try:
+            message.ParseFromString(data)
+            return cls(
+                snapshot_ts_millis=message.snapshot_ts_millis,
+                num_regions=message.num_regions,
+                inline_snapshots=(
+                    message.inline_snapshots if message.HasField("inline_snapshots") else None
+                ),
+                region_specs=tuple(map(_region_spec, message.region_specs)),
+                maintained_indexes=tuple(message.maintained_indexes),
+                merged_generations=_generations(message.merged_generations),
+                index_catchup={
+                    progress.index_name: _generations(progress.caught_up_generations)
+                    for progress in message.index_catchup
+                },
+                writer_config_defaults=dict(message.writer_config_defaults),
+                # Tables of before this field existed list what they maintain.
+                maintain_all_indexes=(
+                    message.maintain_all_indexes
+                    if message.HasField("maintain_all_indexes")
+                    else False
+                ),
+                raw=data,
+            )
+        except (wire.DecodeError, ValueError) as error:
+            raise Corruption(f"the MemWAL index of {where} cannot be read: {error}") from error
+
+
+def _region_spec(message: Any) -> RegionSpec:
+    return RegionSpec(
+        spec_id=message.spec_id,
+        fields=tuple(
+            RegionField(
+                field_id=stored.field_id,
+                source_ids=tuple(stored.source_ids),
+                transform=stored.transform if stored.HasField("transform") else None,
+                expression=stored.expression if stored.HasField("expression") else None,
+                result_type=stored.result_type,
+                parameters=dict(stored.parameters),
+            )
+            for stored in message.fields
+        ),
+    )
+
+
+def _generations(messages: Any) -> dict[uuid.UUID, int]:
+    return {uuid.UUID(bytes=bytes(m.region_id.uuid)): m.generation for m in messages}
+
+
+def _put_generations(messages: Any, generations: Mapping[uuid.UUID, int]) -> None:
+    for region_id, generation in sorted(generations.items()):
+        messages.add(generation=generation).region_id.uuid = region_id.bytes
+
+
+# --- reading -------------------------------------------------------------------------------
+
+
+def read_details(store: ObjectStore, version: int) -> tuple[MemWalIndexDetails, uuid.UUID] | None:
+    """The MemWAL index of a version and its uuid, or None if the table has none."""
+    where = f"{store.uri} version {version}"
+    data = _manifest_bytes(store, version)
+    try:
+        at, _, _, magic = _FOOTER.unpack(data[-_FOOTER.size :])
+        if magic != b"LANC":
+            raise ValueError(f"its last bytes are {magic!r}")
+        manifest = wire.new("TableManifest")
+        manifest.ParseFromString(_section(data, at))
+        if not manifest.HasField("index_section"):
+            return None
+        section = wire.new("IndexSection")
+        section.ParseFromString(_section(data, manifest.index_section))
+    except (ValueError, struct.error, wire.DecodeError) as error:
+        raise Corruption(f"the manifest of {where} cannot be read: {error}") from error
+    for index in section.indices:
+        if index.name == INDEX_NAME:
+            details = MemWalIndexDetails.decode(index.index_details.value, where)
+            return details, uuid.UUID(bytes=bytes(index.uuid.uuid))
+    return None
+
+
+def _manifest_bytes(store: ObjectStore, version: int) -> bytes:
+    for name in (f"{_LAST_VERSION - version:020}", str(version)):
+        try:
+            return bytes(store.get(f"_versions/{name}.manifest").data)
+        except ObjectNotFound:
+            continue
+    raise NotATable(f"{store.uri} has no manifest of version {version}")
+
+
+def _section(data: bytes, at: int) -> bytes:
+    (length,) = struct.unpack_from("<I", data, at)
+    if at + 4 + length > len(data):
+        raise ValueError(f"a section of {length} bytes at {at} runs past the end")
+    return data[at + 4 : at + 4 + length]
+
+
+# --- changing ------------------------------------------------------------------------------
+
+
+def commit_details(
+    store: ObjectStore,
+    storage_options: Mapping[str, str] | None,
+    change: Callable[[MemWalIndexDetails | None], MemWalIndexDetails | None],
+    seams: Seams,
+) -> MemWalIndexDetails | None:
+    """Replace the MemWAL index by what `change` makes of the current one.
+
+    `change` gets None where there is no index yet, and returns None to leave things as they are.
+    It may run several times: each conflict with another commit starts from the newest state.
+    """
+    options = dict(storage_options) if storage_options else None
+    last: Exception | None = None
+    for _ in seams.attempts():
+        dataset = lance.dataset(store.uri, storage_options=options)
+        found = read_details(store, dataset.version)
+        details = change(found[0] if found else None)
+        if details is None:
+            return found[0] if found else None
+        new = _index(seams.entropy.uuid4(), dataset.version, details)
+        old = [_index(found[1], dataset.version, found[0])] if found else []
+        try:
+            committed = lance.LanceDataset.commit(
+                store.uri,
+                lance.LanceOperation.CreateIndex([new], old),
+                read_version=dataset.version,
+                storage_options=options,
+                max_retries=0,
+            )
+        except lance.commit.CommitConflictError as error:
+            last = error
+            continue
+        except OSError as error:
+            if "conflict" not in str(error).lower():
+                raise
+            last = error
+            continue
+        store.sync("_versions")
+        return replace(details, raw=b"") if committed else details
+    raise CommitConflict(
+        f"the MemWAL index of {store.uri} could not be changed in {seams.backoff.attempts} "
+        f"attempts; other commits keep winning, try again later ({last})"
+    )
+
+
+def _index(identity: uuid.UUID, version: int, details: MemWalIndexDetails) -> Any:
+    return LanceIndex(
+        uuid=str(identity),
+        name=INDEX_NAME,
+        fields=[],
+        dataset_version=version,
+        fragment_ids=Bitmap(),
+        index_version=0,
+        index_details=(TYPE_URL, details.encode()),
+    )

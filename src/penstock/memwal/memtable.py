@@ -1,0 +1,159 @@
+"""The MemTable: rows of one generation in memory, readable from the moment they are appended.
+
+Rows keep the order of the WAL, and a row's number counts from 0 within its generation. Appends
+come from one thread at a time (the region writer sees to that); reads may come from any. A read
+first takes the number of rows, and then sees exactly that prefix whatever is appended meanwhile.
+Of several rows with one key the last wins; the key map points at it. A delete is a row too.
+
+Batches are views of the very buffers that went into the WAL, so memory and log cannot differ.
+Live indexes may lag behind the rows when writes are not indexed; `catch_up` closes the gap.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.index.primary_key import key_array, python_keys
+from penstock.memwal.live_indexes import IndexDeltas, LiveIndexes
+from penstock.memwal.shape import TableShape
+from penstock.memwal.wal import TOMBSTONE
+
+_COMBINE_BATCHES = 512
+"""Small batches are joined when this many have piled up, so that reads stay fast."""
+
+_KEY_OVERHEAD_BYTES = 120
+"""What one entry of the key map costs, roughly."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """A batch with all that can be worked out before its turn comes."""
+
+    batch: pa.RecordBatch
+    size_bytes: int
+    keys: list[Any] | None
+    deltas: IndexDeltas | None
+
+
+class MemTable:
+    def __init__(
+        self, generation: int, shape: TableShape, indexes: LiveIndexes, created_ms: float
+    ) -> None:
+        self.generation = generation
+        self.shape = shape
+        self.indexes = indexes
+        self.created_ms = created_ms
+        self.last_position = 0
+        """The WAL entry with the newest of these rows."""
+        self.sealed = False
+        """No more rows will come, and all of them are durable."""
+        self.size_bytes = 0
+        self._rows = 0
+        self._batches: list[pa.RecordBatch] = []
+        self._starts: list[int] = []
+        self._small_from = 0
+        self._newest: dict[Any, int] = {}
+        self._unindexed: list[tuple[int, pa.RecordBatch]] = []
+        self._lock = threading.Lock()
+        self._index_lock = threading.Lock()
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def append(self, rows: PreparedRows) -> None:
+        """Add rows behind those that are there."""
+        count = rows.batch.num_rows
+        deltas = rows.deltas
+        if deltas is not None and not self.indexes.understands(deltas):
+            # Prepared for the MemTable before this one, whose vocabulary was another.
+            deltas = self.indexes.encode(rows.batch)
+        with self._lock:
+            first = self._rows
+            self._batches.append(rows.batch)
+            self._starts.append(first)
+            if rows.keys is not None:
+                self._newest.update(zip(rows.keys, range(first, first + count), strict=True))
+            if deltas is not None:
+                self.indexes.append(deltas, first)
+            elif self.indexes:
+                self._unindexed.append((first, rows.batch))
+            self._rows = first + count
+            self.size_bytes += rows.size_bytes + count * _KEY_OVERHEAD_BYTES
+            if len(self._batches) - self._small_from >= _COMBINE_BATCHES:
+                self._combine()
+
+    def catch_up(self) -> None:
+        """Bring the live indexes up to the rows."""
+        with self._index_lock:
+            while True:
+                with self._lock:
+                    waiting, self._unindexed = self._unindexed, []
+                if not waiting:
+                    return
+                for first, batch in waiting:
+                    deltas = self.indexes.encode(batch)
+                    with self._lock:
+                        self.indexes.append(deltas, first)
+
+    def _combine(self) -> None:
+        tail = self._batches[self._small_from :]
+        table = pa.Table.from_batches(tail, self.shape.wal_schema).combine_chunks()
+        joined = table.to_batches()
+        starts, first = [], self._starts[self._small_from]
+        for batch in joined:
+            starts.append(first)
+            first += batch.num_rows
+        self._batches[self._small_from :] = joined
+        self._starts[self._small_from :] = starts
+        self._small_from = len(self._batches)
+
+    # --- reading ---------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    def find(self, key: Any) -> pa.RecordBatch | None:
+        """The newest row with that key, as a batch of one row (a tombstone included)."""
+        with self._lock:
+            row = self._newest.get(key)
+            if row is None:
+                return None
+            at = bisect_right(self._starts, row) - 1
+            return self._batches[at].slice(row - self._starts[at], 1)
+
+    def table(self, rows: int | None = None) -> pa.Table:
+        """The first `rows` rows (all by default), in order, tombstones included."""
+        with self._lock:
+            count = self._rows if rows is None else rows
+            batches = list(self._batches)
+        return pa.Table.from_batches(batches, self.shape.wal_schema).slice(0, count)
+
+    @property
+    def distinct_keys(self) -> int:
+        return len(self._newest)
+
+
+def prepare_rows(
+    shape: TableShape,
+    indexes: LiveIndexes,
+    batch: pa.RecordBatch,
+    size_bytes: int,
+    *,
+    indexed: bool,
+) -> PreparedRows:
+    """The costly part of an append; touches no state, so many threads may do it at once."""
+    keys = python_keys(key_array(batch, shape.key_columns)) if shape.key_columns else None
+    deltas = indexes.encode(batch) if indexed and indexes else None
+    return PreparedRows(batch, size_bytes, keys, deltas)
+
+
+def live_rows(table: pa.Table) -> pa.Table:
+    """Rows that are no tombstones, without the tombstone column."""
+    kept = table.filter(pc.invert(table.column(TOMBSTONE)))
+    return kept.drop_columns([TOMBSTONE])

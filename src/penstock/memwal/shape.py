@@ -1,0 +1,84 @@
+"""The shape of a table's rows: as users see them, and as the WAL and generations hold them.
+
+WAL rows have every column of the table plus `_tombstone`, last. A delete is a row of nulls that
+keeps its key, so columns other than the key are nullable here whatever the table says. Columns
+are matched by Lance's field id, so that an entry written before a column was renamed, added or
+dropped is still read correctly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from penstock.index.primary_key import primary_key_columns
+from penstock.memwal.wal import TOMBSTONE
+
+FIELD_ID = b"lance:field_id"
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    schema: pa.Schema
+    field_ids: Mapping[str, int]
+    key_columns: tuple[str, ...]
+    wal_schema: pa.Schema
+
+    @classmethod
+    def of(cls, schema: pa.Schema, field_ids: Mapping[str, int]) -> TableShape:
+        key_columns = primary_key_columns(schema)
+        fields = []
+        for field in schema:
+            metadata = dict(field.metadata or {})
+            metadata[FIELD_ID] = str(field_ids[field.name]).encode()
+            nullable = field.name not in key_columns
+            fields.append(pa.field(field.name, field.type, nullable, metadata))
+        fields.append(pa.field(TOMBSTONE, pa.bool_(), nullable=False))
+        return cls(schema, dict(field_ids), key_columns, pa.schema(fields))
+
+    @property
+    def columns_by_id(self) -> dict[int, str]:
+        return {field_id: name for name, field_id in self.field_ids.items()}
+
+    def wal_rows(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Rows of the table, in schema order, as WAL rows."""
+        live = pa.repeat(pa.scalar(False), rows.num_rows)
+        return pa.RecordBatch.from_arrays([*rows.columns, live], schema=self.wal_schema)
+
+    def tombstones(self, keys: Mapping[str, pa.Array]) -> pa.RecordBatch:
+        """WAL rows that delete the given keys."""
+        rows = len(next(iter(keys.values())))
+        columns = [
+            keys[field.name] if field.name in keys else pa.nulls(rows, field.type)
+            for field in self.schema
+        ]
+        dead = pa.repeat(pa.scalar(True), rows)
+        return pa.RecordBatch.from_arrays([*columns, dead], schema=self.wal_schema)
+
+    def align(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """A batch read from a WAL entry of any age, in today's shape."""
+        if batch.schema.equals(self.wal_schema):
+            return batch
+        by_id: dict[bytes, int] = {}
+        by_name: dict[str, int] = {}
+        for ordinal, field in enumerate(batch.schema):
+            field_id = (field.metadata or {}).get(FIELD_ID)
+            if field_id is not None:
+                by_id[field_id] = ordinal
+            else:
+                by_name[field.name] = ordinal
+        columns = []
+        for field in self.wal_schema:
+            ordinal_or_none = by_id.get((field.metadata or {}).get(FIELD_ID, b""))
+            if ordinal_or_none is None:
+                ordinal_or_none = by_name.get(field.name)
+            if ordinal_or_none is not None:
+                column = batch.column(ordinal_or_none)
+                columns.append(column if column.type == field.type else column.cast(field.type))
+            elif field.name == TOMBSTONE:
+                columns.append(pa.repeat(pa.scalar(False), batch.num_rows))
+            else:
+                columns.append(pa.nulls(batch.num_rows, field.type))
+        return pa.RecordBatch.from_arrays(columns, schema=self.wal_schema)

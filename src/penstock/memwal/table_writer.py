@@ -1,0 +1,387 @@
+"""The table writer: takes rows for the whole table and brings each to the region it belongs to.
+
+Regions are claimed when the first row for them comes. Rows for several regions are written in
+parallel, and the call returns when all of them are acknowledged; it is atomic per region, not
+across regions. A background thread sees to what is due by time.
+
+With `reclaim`, a region that another process has taken is claimed again and the rows that were
+not acknowledged are sent again. Whether the lost entry had landed is looked up first, so a table
+without a primary key gets no row twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.errors import (
+    AmbiguousWrite,
+    Fenced,
+    InvalidInput,
+    PenstockError,
+    RegionSealed,
+    WriterClosed,
+    WriterPoisoned,
+)
+from penstock.memwal import transforms
+from penstock.memwal.base_table import BaseTable
+from penstock.memwal.claim import RegionIdentity, claim_region
+from penstock.memwal.config import WriterConfig
+from penstock.memwal.flush import flush_memtable
+from penstock.memwal.index_details import read_details
+from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
+from penstock.memwal.live_indexes import LiveIndexes
+from penstock.memwal.manifest import RegionManifest, RegionStatus, manifest_chain
+from penstock.memwal.regions import RegionRouter, load_manifests
+from penstock.memwal.wal import Wal
+from penstock.memwal.writer import RegionWriter, WriterStats
+
+_FLUSH_THREADS = 2
+_WRITE_THREADS = 8
+_RECLAIM_ATTEMPTS = 64
+_ROUTE_ATTEMPTS = 3
+
+
+class TableWriter:
+    def __init__(
+        self,
+        base: BaseTable,
+        config: WriterConfig,
+        *,
+        region: uuid.UUID | None = None,
+        reclaim: bool = False,
+    ) -> None:
+        self.config = config
+        self._base = base
+        self._region_id = region
+        self._reclaim = reclaim
+        self._lock = threading.Lock()
+        self._opening: dict[uuid.UUID, threading.Lock] = {}
+        self._writers: dict[uuid.UUID, RegionWriter] = {}
+        self._closed = False
+        self._flush_pool = ThreadPoolExecutor(_FLUSH_THREADS, "penstock-flush")
+        self._write_pool: ThreadPoolExecutor | None = None
+        self._stop = threading.Event()
+        self._load()
+        self._housekeeper = threading.Thread(
+            target=_keep_house,
+            args=(weakref.ref(self), self._stop, self._tick_seconds()),
+            name="penstock-housekeeper",
+            daemon=True,
+        )
+        self._housekeeper.start()
+
+    def _load(self) -> None:
+        """Read the table's state: schema, indexes, spec, regions."""
+        self._snapshot = self._base.snapshot()
+        self.shape = self._snapshot.shape
+        self._columns_by_id = self.shape.columns_by_id
+        self._target = self._base.flush_target(self._snapshot)
+        self._router: RegionRouter | None = None
+        if self._region_id is not None:
+            return
+        spec = self._snapshot.details.current_spec
+        if spec is None:
+            raise InvalidInput(
+                f"{self._base.uri} has no region spec; write to a region by id: writer(region=…)"
+            )
+        known = load_manifests(self._base.store, self._base.seams)
+        for manifest in known:
+            if 0 < manifest.region_spec_id < spec.spec_id:
+                self._retire(manifest)
+        self._router = RegionRouter(self._base, spec, known)
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def upsert(self, data: Any) -> int:
+        """Insert rows, or replace those with the same key; returns how many were written."""
+        batch = rows_to_batch(data, self.shape)
+        return self._write(self.shape.wal_rows(batch))
+
+    def delete(self, keys: Any) -> int:
+        """Delete rows by key, whether they exist or not; returns how many keys were given."""
+        arrays = keys_to_arrays(keys, self.shape)
+        return self._write(self.shape.tombstones(arrays))
+
+    def _write(self, rows: pa.RecordBatch) -> int:
+        if self._closed:
+            raise WriterClosed(f"the writer of {self._base.uri} is closed; open a new one")
+        if not rows.num_rows:
+            return 0
+        for attempt in range(_ROUTE_ATTEMPTS):
+            try:
+                self._write_parts(self._route(rows))
+                return int(rows.num_rows)
+            except RegionSealed:
+                # The table got a new region spec. With a key, sending rows again is harmless;
+                # without one, a part that was written already must not be repeated.
+                if attempt + 1 == _ROUTE_ATTEMPTS or not self.shape.key_columns:
+                    raise
+                self._reload()
+        return 0
+
+    def _route(self, rows: pa.RecordBatch) -> list[tuple[RegionIdentity, pa.RecordBatch]]:
+        if self._router is None:
+            assert self._region_id is not None
+            return [(RegionIdentity(self._region_id, self._manual_spec_id()), rows)]
+        router = self._router
+        groups = transforms.group(router.spec, rows, self._columns_by_id)
+        return [
+            (router.identity(values), rows if indices is None else rows.take(pa.array(indices)))
+            for values, indices in groups
+        ]
+
+    def _manual_spec_id(self) -> int:
+        """Lance gives the regions it creates the id of the table's spec."""
+        spec = self._snapshot.details.current_spec
+        return spec.spec_id if spec is not None else 0
+
+    def _write_parts(self, parts: Sequence[tuple[RegionIdentity, pa.RecordBatch]]) -> None:
+        if len(parts) == 1:
+            self._write_region(*parts[0])
+            return
+        with self._lock:
+            if self._write_pool is None:
+                self._write_pool = ThreadPoolExecutor(_WRITE_THREADS, "penstock-write")
+            pool = self._write_pool
+        futures = [pool.submit(self._write_region, *part) for part in parts]
+        errors = [error for error in (future.exception() for future in futures) if error]
+        if errors:
+            done = len(parts) - len(errors)
+            errors[0].add_note(f"the rows of {done} of {len(parts)} regions were acknowledged")
+            raise errors[0]
+
+    def _write_region(self, identity: RegionIdentity, rows: pa.RecordBatch) -> None:
+        for attempt in range(_RECLAIM_ATTEMPTS):
+            writer = self._region(identity)
+            try:
+                writer.write(rows)
+                return
+            except Fenced as error:
+                if not self._reclaim or attempt + 1 == _RECLAIM_ATTEMPTS:
+                    raise
+                self._forget(writer)
+                if error.entry is not None and self._landed(identity, *error.entry):
+                    return
+                pause_ms = self._base.seams.entropy.uniform(0, min(20.0 * (attempt + 1), 500.0))
+                self._base.seams.clock.sleep_ms(pause_ms)
+            except WriterPoisoned:
+                if self._reclaim:
+                    self._forget(writer)
+                raise
+
+    def _landed(self, identity: RegionIdentity, position: int, write_id: bytes) -> bool:
+        """Whether the entry of a fenced write is in the log that its successor replayed."""
+        if self.shape.key_columns:
+            return False  # writing the rows again changes nothing
+        store, seams = self._base.store, self._base.seams
+        manifest = manifest_chain(store, identity.region_id, seams).latest()
+        entry = Wal(store, identity.region_id, seams).read(position)
+        covered = manifest.replay_after_wal_entry_position if manifest is not None else 0
+        if entry is not None and position > covered:
+            return entry.write_id == write_id
+        if entry is None and position > covered:
+            return False
+        raise AmbiguousWrite(
+            f"region {identity.region_id}: WAL entry {position} was fenced and cleaned up before "
+            "its fate could be seen; the table has no key, so look whether the rows are there "
+            "before you send them again"
+        )
+
+    # --- life ------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Bring everything written so far into generations."""
+        self._each(RegionWriter.flush)
+
+    def claim_all(self) -> None:
+        """Claim every region that has rows in its WAL."""
+        for manifest in load_manifests(self._base.store, self._base.seams):
+            covered = manifest.replay_after_wal_entry_position
+            wal = Wal(self._base.store, manifest.region_id, self._base.seams)
+            if manifest.status is RegionStatus.ACTIVE and wal.exists(covered + 1):
+                self._region(RegionIdentity(manifest.region_id, manifest.region_spec_id))
+
+    def close(self, *, flush: bool | None = None) -> None:
+        """Finish what was begun and let the regions go."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._stop.set()
+        try:
+            self._each(lambda writer: writer.close(flush=flush))
+        finally:
+            if self._write_pool is not None:
+                self._write_pool.shutdown(wait=True)
+            self._flush_pool.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        """Let go of everything without another byte written, as a crash would."""
+        self._closed = True
+        self._stop.set()
+        for writer in self.region_writers():
+            writer.abandon()
+        self._flush_pool.shutdown(wait=False, cancel_futures=True)
+        if self._write_pool is not None:
+            self._write_pool.shutdown(wait=False, cancel_futures=True)
+
+    def region_writers(self) -> list[RegionWriter]:
+        with self._lock:
+            return list(self._writers.values())
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def stats(self) -> dict[str, int]:
+        """What this writer has done, over all regions it has claimed."""
+        total = asdict(WriterStats())
+        for writer in self.region_writers():
+            for name, value in asdict(writer.stats).items():
+                total[name] += value
+        total["regions"] = len(self._writers)
+        return total
+
+    def __enter__(self) -> TableWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(flush=False)
+        except PenstockError as second:
+            error.add_note(f"and closing the writer failed: {second}")
+
+    def tick(self) -> None:
+        for writer in self.region_writers():
+            self._flush_pool.submit(writer.tick)
+
+    def _tick_seconds(self) -> float:
+        if self.config.durable:
+            return 1.0
+        return min(self.config.wal_flush_interval_ms, 1000) / 1000
+
+    def _each(self, work: Any) -> None:
+        errors: list[PenstockError] = []
+        writers = self.region_writers()
+        if len(writers) <= 1:
+            for writer in writers:
+                work(writer)
+            return
+        with ThreadPoolExecutor(min(len(writers), _WRITE_THREADS), "penstock-each") as pool:
+            for future in [pool.submit(work, writer) for writer in writers]:
+                error = future.exception()
+                if isinstance(error, PenstockError):
+                    errors.append(error)
+                elif error is not None:
+                    raise error
+        if errors:
+            raise errors[0]
+
+    # --- regions ---------------------------------------------------------------------------
+
+    def _region(self, identity: RegionIdentity) -> RegionWriter:
+        writer = self._writers.get(identity.region_id)
+        if writer is not None:
+            return writer
+        with self._lock:
+            opening = self._opening.setdefault(identity.region_id, threading.Lock())
+        with opening:
+            writer = self._writers.get(identity.region_id)
+            if writer is None:
+                writer = self._open(identity)
+                with self._lock:
+                    self._writers[identity.region_id] = writer
+            return writer
+
+    def _open(self, identity: RegionIdentity) -> RegionWriter:
+        base = self._base
+        region = claim_region(base.store, identity, base.seams)
+        if region.created and self._router is not None:
+            self._check_spec(region.manifest)
+        target = self._target
+        return RegionWriter(
+            region,
+            shape=self.shape,
+            indexes=LiveIndexes(target.index_specs, self.shape.schema),
+            flush=lambda memtable: flush_memtable(target, identity.region_id, memtable),
+            config=self.config,
+            executor=self._flush_pool,
+            seams=base.seams,
+        )
+
+    def _check_spec(self, created: RegionManifest) -> None:
+        """A region made under a spec that was replaced meanwhile must never take rows.
+
+        Whoever changes the spec commits it first and lists regions afterwards. Either the listing
+        saw our region and retires it, or our look at the spec, which comes after the region was
+        created, sees the new one.
+        """
+        found = read_details(self._base.store, self._base.dataset().version)
+        spec = found[0].current_spec if found else None
+        if spec is not None and spec.spec_id != created.region_spec_id:
+            self._seal(created)
+            raise RegionSealed(f"region {created.region_id} belongs to a spec that was replaced")
+
+    def _retire(self, manifest: RegionManifest) -> None:
+        """Flush and seal a region of an older spec, so that newer regions outrank it."""
+        if manifest.status is RegionStatus.SEALED:
+            return
+        identity = RegionIdentity(manifest.region_id, manifest.region_spec_id)
+        try:
+            writer = self._open(identity)
+        except RegionSealed:
+            return
+        writer.flush()
+        self._seal(writer.manifest)
+        writer.abandon()
+
+    def _seal(self, manifest: RegionManifest) -> None:
+        chain = manifest_chain(self._base.store, manifest.region_id, self._base.seams)
+        chain.update(
+            manifest.writer_epoch,
+            lambda current: current.next(status=RegionStatus.SEALED),
+            landed=lambda current: current.status is RegionStatus.SEALED,
+        )
+
+    def _forget(self, writer: RegionWriter) -> None:
+        with self._lock:
+            if self._writers.get(writer.region_id) is writer:
+                del self._writers[writer.region_id]
+        writer.abandon()
+
+    def _reload(self) -> None:
+        for writer in self.region_writers():
+            if writer.failure is not None:
+                self._forget(writer)
+        self._load()
+
+
+def _keep_house(
+    owner: weakref.ref[TableWriter], stop: threading.Event, interval_seconds: float
+) -> None:
+    while not stop.wait(interval_seconds):
+        writer = owner()
+        if writer is None:
+            return
+        try:
+            writer.tick()
+        except RuntimeError:
+            return  # the pool was shut down: the writer is closing
+        del writer

@@ -1,0 +1,578 @@
+"""The region writer: the one process that may write to a region, from claim to close.
+
+    write --prepare--> queue --group commit--> WAL entry --> MemTable --> acknowledged
+                                 freeze at a threshold --> frozen --> flush --> manifest
+
+Writes queue up and whoever leads the queue writes all that wait as one WAL entry, appends them to
+the MemTable in the same order and acknowledges them. A freeze is an item of the same queue, so it
+falls between two entries and no entry spans two generations. Writes that are not durable enter
+the MemTable first and then wait in the same queue for the next entry.
+
+Invariants
+- Entry n+1 is begun only when entry n is durable and in the MemTable.
+- MemTable order is WAL order.
+- A frozen MemTable stays readable until the manifest that lists its generation is visible.
+- Generations are flushed one after the other; the replay position moves over nothing unflushed.
+- After a failure nothing more is written or read through this writer: it is poisoned, and a new
+  claim recovers from the WAL. Fencing is such a failure with a name of its own.
+- No acknowledgement rests on a claim that was last verified longer ago than the fence window.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from enum import Enum
+
+import pyarrow as pa
+
+from penstock import metrics
+from penstock.errors import (
+    BackPressure,
+    Fenced,
+    InvalidInput,
+    PenstockError,
+    StorageError,
+    WriterClosed,
+    WriterPoisoned,
+)
+from penstock.memwal import wal as wal_format
+from penstock.memwal.claim import ClaimedRegion
+from penstock.memwal.commit_queue import CommitQueue, QueueItem
+from penstock.memwal.config import WriterConfig
+from penstock.memwal.live_indexes import LiveIndexes
+from penstock.memwal.manifest import FlushedGeneration, RegionManifest
+from penstock.memwal.memtable import MemTable, PreparedRows, prepare_rows
+from penstock.memwal.shape import TableShape
+from penstock.storage.seams import Seams
+
+_MAX_GROUP_WRITES = 1024
+_MAX_QUEUED_WRITES = 65_536
+
+
+class _Kind(Enum):
+    ROWS = "rows"
+    FREEZE = "freeze"
+    BARRIER = "barrier"
+
+
+class _Item(QueueItem):
+    """Rows, a freeze, or a barrier that only waits for what came before it."""
+
+    __slots__ = ("body", "kind", "memtable", "rows")
+
+    def __init__(
+        self, kind: _Kind, rows: PreparedRows | None = None, body: pa.Buffer | None = None
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.rows = rows
+        self.body = body
+        self.memtable: MemTable | None = None
+        """Set when the rows are in it already, or when it is the one being frozen."""
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """What one region writer has done since its claim."""
+
+    writes: int = 0
+    rows: int = 0
+    wal_entries: int = 0
+    wal_bytes: int = 0
+    replayed_entries: int = 0
+    replayed_rows: int = 0
+    flushes: int = 0
+    flushed_rows: int = 0
+    flush_failures: int = 0
+    back_pressure_waits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSnapshot:
+    """What a region holds at one moment: MemTables, oldest first, behind the manifest."""
+
+    manifest: RegionManifest
+    memtables: tuple[tuple[MemTable, int], ...] = ()
+
+
+class RegionWriter:
+    def __init__(
+        self,
+        region: ClaimedRegion,
+        *,
+        shape: TableShape,
+        indexes: LiveIndexes,
+        flush: Callable[[MemTable], FlushedGeneration],
+        config: WriterConfig,
+        executor: Executor,
+        seams: Seams,
+    ) -> None:
+        self.region_id: uuid.UUID = region.region_id
+        self.epoch = region.manifest.writer_epoch
+        self.config = config
+        self.shape = shape
+        self.stats = WriterStats()
+        self._seams = seams
+        self._clock = seams.clock
+        self._chain = region.chain
+        self._wal = region.wal
+        self._manifest = region.manifest
+        self._verified_ms = region.verified_ms
+        self._next_position = region.next_position
+        self._flush_memtable = flush
+        self._executor = executor
+        self._write_ids = _write_ids(seams)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._flushing = threading.Lock()
+        self._queue: CommitQueue[_Item] = CommitQueue(self._take_group, self._write_group)
+        self._queued_bytes = 0
+        self._buffered_since_ms: float | None = None
+        self._frozen: list[MemTable] = []
+        self._failure: PenstockError | None = None
+        self._closed = False
+        self._active = self._new_memtable(self._manifest.current_generation, indexes)
+        self._head = self._schema_message(self._active)
+        self._replay(region)
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Write rows in WAL shape; returns when they are as safe as the configuration says."""
+        body = batch.serialize()
+        if body.size > self.config.max_batch_bytes:
+            raise InvalidInput(
+                f"{batch.num_rows} rows of {body.size} bytes for region {self.region_id} are more "
+                f"than max_batch_bytes = {self.config.max_batch_bytes}; send fewer rows per call"
+            )
+        # From here on the rows are those of the buffer that goes into the log, not the caller's.
+        batch = pa.ipc.read_record_batch(body, batch.schema)
+        rows = prepare_rows(
+            self.shape, self._active.indexes, batch, body.size, indexed=self.config.indexed
+        )
+        item = _Item(_Kind.ROWS, rows, body)
+        if not self.config.durable:
+            self._buffer(item)
+            return
+        with self._changed:
+            self._check_usable()
+            self._await_room(body.size)
+            self._queued_bytes += body.size
+        self._queue.run(item)
+
+    def freeze(self) -> None:
+        """Close the active MemTable, and start its flush in the background."""
+        with self._changed:
+            self._check_usable()
+        self._queue_freeze()
+
+    def flush(self) -> None:
+        """Freeze, and wait until everything written so far is in generations."""
+        self.freeze()
+        self._await_flushes()
+        with self._changed:
+            self._check_usable(closed_is_fine=True)
+
+    def close(self, *, flush: bool | None = None) -> None:
+        """Stop taking writes, make what was taken durable, and by default flush it."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        if self._failure is None:
+            if self.config.flush_on_close if flush is None else flush:
+                self._queue_freeze()
+            else:
+                self._queue.run(_Item(_Kind.BARRIER))
+            self._await_flushes()
+        failure = self._failure
+        self._release()
+        if failure is not None:
+            raise self._failure_error()
+
+    def abandon(self) -> None:
+        """Let go without another byte written, as a crash would."""
+        with self._changed:
+            self._closed = True
+        self._fail(WriterClosed(f"the writer of region {self.region_id} was abandoned"))
+        self._release()
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def snapshot(self) -> RegionSnapshot:
+        """All MemTables and the manifest behind them, as of one moment."""
+        with self._lock:
+            self._check_usable()
+            memtables = [*self._frozen, self._active]
+            return RegionSnapshot(self._manifest, tuple((m, m.rows) for m in memtables))
+
+    def verify(self) -> None:
+        """Ask the store whether the claim still stands; raises `Fenced` if it does not."""
+        started_ms = self._clock.monotonic_ms()
+        failure: StorageError | None = None
+        for _ in self._seams.attempts():
+            try:
+                if not self._chain.is_latest(self._manifest.version):
+                    latest = self._chain.latest()
+                    if latest is None:
+                        raise Fenced(f"region {self.region_id} is gone; was the table dropped?")
+                    self._chain.check(latest, self.epoch)
+                    with self._lock:
+                        if latest.version > self._manifest.version:
+                            self._manifest = latest
+                self._verified_ms = started_ms
+                return
+            except Fenced as error:
+                self._fail(error)
+                raise
+            except StorageError as error:
+                failure = error
+        raise StorageError(f"region {self.region_id}: the claim cannot be verified: {failure}")
+
+    @property
+    def failure(self) -> PenstockError | None:
+        return self._failure
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def manifest(self) -> RegionManifest:
+        return self._manifest
+
+    @property
+    def unflushed_bytes(self) -> int:
+        frozen_bytes = sum(memtable.size_bytes for memtable in self._frozen)
+        return self._queued_bytes + self._active.size_bytes + frozen_bytes
+
+    # --- group commit ----------------------------------------------------------------------
+
+    def _take_group(self, waiting: deque[_Item]) -> list[_Item]:
+        """The next items that fit into one entry; a freeze or barrier stands alone."""
+        group: list[_Item] = []
+        taken_bytes = 0
+        while waiting and len(group) < _MAX_GROUP_WRITES:
+            item = waiting[0]
+            if item.rows is None:
+                if not group:
+                    group.append(waiting.popleft())
+                break
+            taken_bytes += item.rows.size_bytes
+            full = taken_bytes > self.config.max_batch_bytes
+            if group and (full or item.memtable is not group[0].memtable):
+                break
+            group.append(waiting.popleft())
+        return group
+
+    def _write_group(self, group: list[_Item]) -> None:
+        write_id = next(self._write_ids)
+        position = self._next_position
+        try:
+            if self._failure is not None:
+                raise self._failure_error()
+            if group[0].kind is _Kind.ROWS:
+                self._write_entry(group, position, write_id)
+            elif group[0].kind is _Kind.FREEZE:
+                self._freeze_reached(group[0])
+        except PenstockError as error:
+            self._fail(error)
+            for item in group:
+                item.error = self._failure_error()
+                if isinstance(item.error, Fenced | WriterPoisoned):
+                    item.error.entry = (position, write_id)
+        except BaseException as error:
+            self._fail(WriterPoisoned(f"region {self.region_id}: {error!r}"))
+            for item in group:
+                item.error = self._failure_error()
+            raise
+
+    def _write_entry(self, group: list[_Item], position: int, write_id: bytes) -> None:
+        target = group[0].memtable or self._active
+        head = self._head if target is self._active else self._schema_message(target)
+        bodies = [item.body for item in group if item.body is not None]
+        parts = wal_format.encode_entry(head, bodies, write_id)
+        self._wal.append(position, parts, write_id, self.epoch)
+        if self._clock.monotonic_ms() - self._verified_ms > self.config.fence_window_ms:
+            self.verify()
+        self._next_position = position + 1
+        rows = taken_bytes = 0
+        for item in group:
+            assert item.rows is not None
+            rows += item.rows.batch.num_rows
+            taken_bytes += item.rows.size_bytes
+            if item.memtable is None:
+                target.append(item.rows)
+        target.last_position = position
+        with self._changed:
+            self._queued_bytes -= taken_bytes
+            self.stats.writes += len(group)
+            self.stats.rows += rows
+            self.stats.wal_entries += 1
+            self.stats.wal_bytes += taken_bytes
+            if group[0].memtable is None and self._is_full(target):
+                self._rotate()
+                self._start_flush()
+            self._changed.notify_all()
+        metrics.wal_entries.inc()
+        metrics.wal_bytes.inc(taken_bytes)
+        metrics.rows_written.inc(rows)
+
+    # --- writes that are not durable -------------------------------------------------------
+
+    def _buffer(self, item: _Item) -> None:
+        """Append to the MemTable at once; the WAL follows in the background."""
+        assert item.rows is not None
+        with self._changed:
+            self._check_usable()
+            self._await_room(item.rows.size_bytes)
+            item.memtable = self._active
+            self._active.append(item.rows)
+            self._queued_bytes += item.rows.size_bytes
+            self._queue.submit(item)
+            if self._buffered_since_ms is None:
+                self._buffered_since_ms = self._clock.monotonic_ms()
+            full = self._is_full(self._active)
+            if full:
+                self._queue.submit(self._rotate_buffered())
+            drain = full or self._queued_bytes >= self.config.wal_buffer_bytes
+        if drain:
+            self._executor.submit(self.drain)
+
+    def drain(self) -> None:
+        """Write what is buffered to the WAL, unless somebody is at it already."""
+        self._buffered_since_ms = None
+        self._queue.drain()
+
+    def tick(self) -> None:
+        """Called now and then: writes a buffer that has waited, freezes a MemTable that is old."""
+        if self._failure is not None or self._closed:
+            return
+        now_ms = self._clock.monotonic_ms()
+        since_ms = self._buffered_since_ms
+        if since_ms is not None and now_ms - since_ms >= self.config.wal_flush_interval_ms:
+            self.drain()
+        active = self._active
+        if active.rows and now_ms - active.created_ms > self.config.max_memtable_age_ms:
+            self._queue_freeze()
+
+    def _rotate_buffered(self) -> _Item:
+        """Change MemTables now; the item says when all rows of the old one are durable."""
+        item = _Item(_Kind.FREEZE)
+        item.memtable = self._active
+        self._rotate(sealed=False)
+        return item
+
+    # --- freeze and flush ------------------------------------------------------------------
+
+    def _is_full(self, memtable: MemTable) -> bool:
+        return (
+            memtable.rows >= self.config.max_memtable_rows
+            or memtable.size_bytes >= self.config.max_memtable_bytes
+        )
+
+    def _queue_freeze(self) -> None:
+        item = _Item(_Kind.FREEZE)
+        if not self.config.durable:
+            with self._changed:
+                item = self._rotate_buffered() if self._active.rows else _Item(_Kind.BARRIER)
+        self._queue.run(item)
+
+    def _freeze_reached(self, item: _Item) -> None:
+        """The leader has come to a freeze: all rows before it are durable."""
+        with self._changed:
+            if item.memtable is not None:
+                item.memtable.sealed = True
+            elif self._active.rows:
+                self._rotate()
+            self._start_flush()
+
+    def _rotate(self, *, sealed: bool = True) -> None:
+        self._active.sealed = sealed
+        self._frozen.append(self._active)
+        self._active = self._successor()
+        self._head = self._schema_message(self._active)
+
+    def _start_flush(self) -> None:
+        if self._frozen:
+            self._executor.submit(self._flush_frozen)
+
+    def _flush_frozen(self) -> None:
+        """Flush frozen MemTables, oldest first, until none is left."""
+        with self._flushing:
+            while self._failure is None:
+                with self._lock:
+                    oldest = self._frozen[0] if self._frozen else None
+                if oldest is None or not oldest.sealed:
+                    return
+                try:
+                    self._flush_one(oldest)
+                except PenstockError as error:
+                    self._fail(error)
+                except Exception as error:
+                    # Nobody waits for this thread: the failure has to stop the writer.
+                    self._fail(WriterPoisoned(f"region {self.region_id}: flush: {error!r}"))
+
+    def _flush_one(self, memtable: MemTable) -> None:
+        last: Exception | None = None
+        flushed: FlushedGeneration | None = None
+        for _ in self._seams.attempts():
+            if self._failure is not None:
+                return
+            try:
+                flushed = self._flush_memtable(memtable)
+                break
+            except Exception as error:  # Lance raises OSError, RuntimeError and ValueError alike
+                last = error
+                self.stats.flush_failures += 1
+                metrics.flush_failures.inc()
+        if flushed is None:
+            raise WriterPoisoned(
+                f"region {self.region_id}: generation {memtable.generation} could not be flushed "
+                f"({last}); its rows are safe in the WAL, open a new writer to try again"
+            ) from last
+        manifest = self._publish(memtable, flushed)
+        with self._changed:
+            if manifest.version > self._manifest.version:
+                self._manifest = manifest
+            self._frozen.remove(memtable)
+            self.stats.flushes += 1
+            self.stats.flushed_rows += memtable.rows
+            self._changed.notify_all()
+        metrics.flushes.inc()
+
+    def _publish(self, memtable: MemTable, flushed: FlushedGeneration) -> RegionManifest:
+        """Enter a generation into the manifest, and with it the replay position."""
+
+        def change(current: RegionManifest) -> RegionManifest:
+            if current.current_generation != memtable.generation:
+                raise WriterPoisoned(
+                    f"region {self.region_id}: generation {memtable.generation} cannot be next, "
+                    f"the manifest expects {current.current_generation}"
+                )
+            return current.next(
+                current_generation=memtable.generation + 1,
+                replay_after_wal_entry_position=memtable.last_position,
+                wal_entry_position_last_seen=max(
+                    current.wal_entry_position_last_seen, memtable.last_position
+                ),
+                flushed_generations=(*current.flushed_generations, flushed),
+            )
+
+        return self._chain.update(
+            self.epoch,
+            change,
+            landed=lambda m: any(g.path == flushed.path for g in m.flushed_generations),
+        )
+
+    def _await_flushes(self) -> None:
+        with self._changed:
+            while self._frozen and self._failure is None:
+                self._changed.wait(1.0)
+
+    # --- state -----------------------------------------------------------------------------
+
+    def _new_memtable(self, generation: int, indexes: LiveIndexes) -> MemTable:
+        return MemTable(generation, self.shape, indexes, self._clock.monotonic_ms())
+
+    def _successor(self) -> MemTable:
+        return self._new_memtable(self._active.generation + 1, self._active.indexes.successor())
+
+    def _schema_message(self, memtable: MemTable) -> pa.Buffer:
+        return wal_format.schema_message(self.shape.wal_schema, self.epoch, memtable.generation)
+
+    def _replay(self, region: ClaimedRegion) -> None:
+        for entry in region.replay():
+            if entry.writer_epoch > self.epoch:
+                raise Fenced(
+                    f"region {self.region_id}: epoch {entry.writer_epoch} has written while epoch "
+                    f"{self.epoch} was recovering; open a new writer to claim it again"
+                )
+            self.stats.replayed_entries += 1
+            if entry.generation >= self._manifest.current_generation:
+                for stored in entry.batches:
+                    batch = self.shape.align(stored)
+                    rows = prepare_rows(
+                        self.shape, self._active.indexes, batch, batch.nbytes, indexed=False
+                    )
+                    self._active.append(rows)
+                    self.stats.replayed_rows += batch.num_rows
+            self._active.last_position = entry.position
+            if self._is_full(self._active):
+                with self._changed:
+                    self._rotate()
+                    self._start_flush()
+                    self._await_room(0)
+
+    def _await_room(self, more_bytes: int) -> None:
+        """Wait, with the lock held, until unflushed rows leave room for more."""
+        limit_bytes = self.config.max_unflushed_bytes
+        if (
+            self.unflushed_bytes + more_bytes <= limit_bytes
+            and len(self._queue) < _MAX_QUEUED_WRITES
+        ):
+            return
+        self.stats.back_pressure_waits += 1
+        metrics.back_pressure_waits.inc()
+        self._executor.submit(self.drain)
+        deadline_ms = self._clock.monotonic_ms() + self.config.back_pressure_timeout_ms
+        while (
+            self.unflushed_bytes + more_bytes > limit_bytes
+            or len(self._queue) >= _MAX_QUEUED_WRITES
+        ):
+            left_ms = deadline_ms - self._clock.monotonic_ms()
+            if left_ms <= 0:
+                raise BackPressure(
+                    f"region {self.region_id}: {self.unflushed_bytes} bytes wait to be flushed "
+                    f"(max_unflushed_bytes = {limit_bytes}) and too few left within "
+                    f"{self.config.back_pressure_timeout_ms} ms; write more slowly or raise it"
+                )
+            self._changed.wait(min(left_ms, 1000.0) / 1000)
+            self._check_usable(closed_is_fine=True)
+
+    def _check_usable(self, *, closed_is_fine: bool = False) -> None:
+        if self._failure is not None:
+            raise self._failure_error()
+        if self._closed and not closed_is_fine:
+            raise WriterClosed(f"the writer of region {self.region_id} is closed; open a new one")
+
+    def _failure_error(self) -> PenstockError:
+        """What every call from now on is told."""
+        failure = self._failure
+        assert failure is not None
+        if isinstance(failure, Fenced | WriterClosed):
+            return type(failure)(str(failure))
+        error = WriterPoisoned(
+            f"the writer of region {self.region_id} stopped after a failure: {failure}; "
+            "open a new writer, it recovers from the WAL"
+        )
+        error.__cause__ = failure
+        return error
+
+    def _fail(self, error: PenstockError) -> None:
+        """Stop for good: everything that waits fails, and everything that comes."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+                metrics.poisoned_writers.inc()
+            self._changed.notify_all()
+        self._queue.fail(self._failure_error)
+
+    def _release(self) -> None:
+        with self._changed:
+            self._frozen = []
+            self._active = self._successor()
+            self._changed.notify_all()
+
+
+def _write_ids(seams: Seams) -> Iterator[bytes]:
+    prefix = seams.entropy.token_bytes(8)
+    number = 0
+    while True:
+        number += 1
+        yield prefix + number.to_bytes(8, "big")

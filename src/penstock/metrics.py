@@ -1,0 +1,33 @@
+"""Counters and gauges of one process, in Prometheus' form.
+
+Best-effort work (hints, caches, clean-up) may fail without an error; every such failure is
+counted here. Each metric is described in `docs/guide/metrics.md`, or the docs test fails.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+registry = CollectorRegistry()
+
+
+def _counter(name: str, text: str) -> Counter:
+    return Counter(f"penstock_{name}", text, registry=registry)
+
+
+def _gauge(name: str, text: str) -> Gauge:
+    return Gauge(f"penstock_{name}", text, registry=registry)
+
+
+claim_races = _counter("claim_races", "Claims of a region that lost a race and were retried")
+fenced_writers = _counter("fenced_writers", "Writers that found a higher epoch and stopped")
+hint_failures = _counter("hint_failures", "Version hints that could not be read or written")
+wal_entries = _counter("wal_entries", "WAL entries written")
+wal_bytes = _counter("wal_bytes", "Bytes of WAL entries written")
+wal_retries = _counter("wal_retries", "WAL writes repeated after a storage error")
+rows_written = _counter("rows_written", "Rows acknowledged, deletes included")
+flushes = _counter("flushes", "MemTables flushed to a generation")
+flush_failures = _counter("flush_failures", "Flush attempts that failed and were retried")
+poisoned_writers = _counter("poisoned_writers", "Writers stopped by a failure")
+back_pressure_waits = _counter("back_pressure_waits", "Writes that waited for a flush")
+memtable_bytes = _gauge("memtable_bytes", "Bytes in MemTables, frozen ones included")

@@ -1,0 +1,201 @@
+"""A live table: the facade that people use.
+
+`upsert` and `delete` keep a writer open between calls. It claims regions back when another process
+has taken them, so any number of processes may call them; each call returns when its rows are
+durable. `writer()` gives a writer of one's own, which is told when it is fenced. Reads see every
+row acknowledged before they began, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.errors import InvalidInput
+from penstock.memwal import create_index as index_creation
+from penstock.memwal import view
+from penstock.memwal.base_table import BaseTable
+from penstock.memwal.config import WriterConfig
+from penstock.memwal.index_details import MemWalIndexDetails, commit_details
+from penstock.memwal.ingest import keys_to_arrays
+from penstock.memwal.region_spec import RegionBy, bind
+from penstock.memwal.status import TableStatus, table_status
+from penstock.memwal.table_writer import TableWriter
+from penstock.memwal.writer import RegionWriter
+
+Writer = TableWriter
+
+
+class Table:
+    def __init__(self, name: str, base: BaseTable) -> None:
+        self.name = name
+        self._base = base
+        self._lock = threading.Lock()
+        self._shared: TableWriter | None = None
+        self._writers: weakref.WeakSet[TableWriter] = weakref.WeakSet()
+        base.snapshot()
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r}, uri={self.uri!r})"
+
+    @property
+    def uri(self) -> str:
+        return self._base.uri
+
+    @property
+    def version(self) -> int:
+        """The newest version of the base table."""
+        return int(self._base.dataset().version)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._base.snapshot().shape.schema
+
+    @property
+    def primary_key(self) -> tuple[str, ...]:
+        return self._base.snapshot().shape.key_columns
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def upsert(self, data: Any) -> int:
+        """Insert rows, or replace those with the same key; returns when they are durable."""
+        return self._shared_writer().upsert(data)
+
+    def delete(self, *, keys: Any) -> int:
+        """Delete rows by key; returns when the deletes are durable."""
+        return self._shared_writer().delete(keys)
+
+    def writer(
+        self,
+        *,
+        durable: bool | None = None,
+        indexed: bool | None = None,
+        region: str | uuid.UUID | None = None,
+        **options: Any,
+    ) -> Writer:
+        """A writer of one's own; claims regions as it meets them, or only the one given.
+
+        Further options are those of `WriterConfig`; what is not given comes from the table's
+        defaults.
+        """
+        given = dict(options)
+        if durable is not None:
+            given["durable"] = durable
+        if indexed is not None:
+            given["indexed"] = indexed
+        config = self._default_config().with_options(given)
+        return self._track(TableWriter(self._base, config, region=_region_id(region)))
+
+    def flush(self, *, recover: bool = False) -> None:
+        """Bring what this handle wrote into generations.
+
+        With `recover`, also what writers that are gone left in the WAL; that claims their regions.
+        """
+        if recover:
+            shared = self._shared_writer()
+            shared.claim_all()
+        for writer in list(self._writers):
+            if not writer.closed:
+                writer.flush()
+
+    def close(self) -> None:
+        """Let go of the writer that `upsert` and `delete` keep; the rows stay where they are."""
+        with self._lock:
+            shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.close(flush=False)
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def get(self, key: Any) -> dict[str, Any] | None:
+        """The row with that key, or None."""
+        found = self.get_many([key]).to_pylist()
+        return found[0] if found else None
+
+    def get_many(self, keys: Any) -> pa.Table:
+        """The rows with these keys, those that exist, in no particular order."""
+        shape = self._base.snapshot().shape
+        arrays = keys_to_arrays(keys, shape)
+        return view.read(self._base, self._region_writers, lambda v: v.get_many(arrays))
+
+    def to_arrow(self) -> pa.Table:
+        """Every row."""
+        return view.read(self._base, self._region_writers, view.View.to_arrow)
+
+    def count(self) -> int:
+        return view.read(self._base, self._region_writers, view.View.count)
+
+    def status(self) -> TableStatus:
+        return table_status(self._base)
+
+    # --- administration --------------------------------------------------------------------
+
+    def create_index(
+        self, column: str, kind: str, *, name: str | None = None, **options: Any
+    ) -> str:
+        """Create an index; returns its name.
+
+        Kinds: `ivf_flat`, `ivf_pq`, `ivf_sq` (with `metric`, `num_partitions`, …), `fts`, `btree`,
+        `bitmap`. Writers opened from now on maintain it.
+        """
+        chosen = index_creation.create_index(
+            self._base, column, kind, name=name, live=self.to_arrow, options=options
+        )
+        self.close()
+        return chosen
+
+    def set_regions(self, regions: RegionBy | Sequence[RegionBy]) -> int:
+        """Divide the table anew; returns the id of the new region spec.
+
+        Regions of the old spec are flushed and sealed by the next writer that opens.
+        """
+        shape = self._base.snapshot().shape
+
+        def change(current: MemWalIndexDetails | None) -> MemWalIndexDetails:
+            assert current is not None
+            specs = current.region_specs
+            spec_id = max((spec.spec_id for spec in specs), default=0) + 1
+            spec = bind(regions, shape.schema, shape.field_ids, shape.key_columns, spec_id)
+            return current.with_spec(spec)
+
+        details = commit_details(
+            self._base.store, self._base.storage_options, change, self._base.seams
+        )
+        assert details is not None
+        assert details.current_spec is not None
+        self.close()
+        return details.current_spec.spec_id
+
+    # --- details ---------------------------------------------------------------------------
+
+    def _default_config(self) -> WriterConfig:
+        return WriterConfig().with_defaults(self._base.snapshot().details.writer_config_defaults)
+
+    def _shared_writer(self) -> TableWriter:
+        with self._lock:
+            if self._shared is None or self._shared.closed:
+                config = self._default_config().with_options({"durable": True})
+                self._shared = self._track(TableWriter(self._base, config, reclaim=True))
+            return self._shared
+
+    def _track(self, writer: TableWriter) -> TableWriter:
+        self._writers.add(writer)
+        return writer
+
+    def _region_writers(self) -> list[RegionWriter]:
+        writers = [writer for writer in list(self._writers) if not writer.closed]
+        return [region for writer in writers for region in writer.region_writers()]
+
+
+def _region_id(region: str | uuid.UUID | None) -> uuid.UUID | None:
+    if region is None or isinstance(region, uuid.UUID):
+        return region
+    try:
+        return uuid.UUID(region)
+    except ValueError as error:
+        raise InvalidInput(f"{region!r} is not a region id; it must be a UUID") from error

@@ -1,0 +1,133 @@
+"""What only happens between a client and a real S3 server, through a proxy that misbehaves."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import threading
+from collections.abc import Iterator
+
+import lance
+import pyarrow as pa
+import pytest
+from tests.s3_server import S3Server
+
+from penstock.errors import ObjectExists, PreconditionFailed, StorageError
+from penstock.storage.objects import ObjectStore
+from penstock.storage.open import open_store
+
+
+class Proxy(http.server.ThreadingHTTPServer):
+    """Passes requests on; the next puts may be answered 409, or carried out and not answered."""
+
+    conflicts = 0
+    lost_answers = 0
+    puts = 0
+
+    def __init__(self, upstream_port: int) -> None:
+        super().__init__(("127.0.0.1", 0), ProxyHandler)
+        self.upstream_port = upstream_port
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class ProxyHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def _pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        put = self.command == "PUT"
+        self.server.puts += put
+        if put and self.server.conflicts:
+            self.server.conflicts -= 1
+            answer = b"<Error><Code>ConditionalRequestConflict</Code></Error>"
+            self._answer(409, [], answer)
+            return
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream_port)
+        upstream.request(self.command, self.path, body, dict(self.headers.items()))
+        response = upstream.getresponse()
+        answer = response.read()
+        upstream.close()
+        if put and self.server.lost_answers:
+            self.server.lost_answers -= 1
+            self._answer(500, [], b"")
+            return
+        self._answer(response.status, response.getheaders(), answer)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _pass_on  # noqa: N815 the library's names
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[Proxy]:
+    with Proxy(s3.port) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        yield server
+        server.shutdown()
+        serving.join()
+
+
+@pytest.fixture
+def store(s3: S3Server, proxy: Proxy) -> ObjectStore:
+    options = s3.storage_options | {"aws_endpoint": proxy.endpoint, "client_max_retries": "1"}
+    return open_store(s3.uri("proxied"), options)
+
+
+def test_a_409_says_nothing_about_who_won_and_is_asked_again(
+    store: ObjectStore, proxy: Proxy
+) -> None:
+    proxy.conflicts = 2
+    etag = store.put_if_absent("wal/1", b"mine")
+    assert (proxy.conflicts, proxy.puts) == (0, 3)
+    proxy.conflicts = 3
+    etag = store.put_if_match("wal/1", b"changed", etag)
+    assert bytes(store.get("wal/1").data) == b"changed"
+
+    proxy.conflicts = 1
+    with pytest.raises(ObjectExists):
+        store.put_if_absent("wal/1", b"theirs")
+    proxy.conflicts = 1
+    with pytest.raises(PreconditionFailed):
+        store.put_if_match("wal/1", b"theirs", "stale")
+
+
+def test_endless_409_is_given_up_as_unknown(store: ObjectStore, proxy: Proxy) -> None:
+    proxy.conflicts = 1_000
+    with pytest.raises(StorageError, match="409 Conflict 6 times") as caught:
+        store.put_if_absent("wal/1", b"mine")
+    assert type(caught.value) is StorageError
+    assert proxy.puts == 6
+
+
+def test_a_lost_answer_comes_back_as_the_echo_of_ones_own_put(
+    store: ObjectStore, proxy: Proxy
+) -> None:
+    """Why the WAL compares write ids before it believes `ObjectExists`."""
+    proxy.lost_answers = 1
+    with pytest.raises(ObjectExists):
+        store.put_if_absent("wal/1", b"mine")
+    assert bytes(store.get("wal/1").data) == b"mine"
+
+
+def test_one_dict_of_options_serves_lance_and_us(s3: S3Server) -> None:
+    ours = open_store(s3.uri("shared"), s3.storage_options)
+    table = pa.table({"id": [1, 2, 3]})
+    lance.write_dataset(table, f"{ours.uri}/docs", storage_options=ours.storage_options)
+    assert ours.list_dirs() == ["docs"]
+    assert {"_versions", "data"} <= set(ours.list_dirs("docs"))
+    read = lance.dataset(f"{ours.uri}/docs", storage_options=ours.storage_options)
+    assert read.count_rows() == 3
+    ours.delete_prefix("docs")
+    assert list(ours.list()) == []
