@@ -7,7 +7,8 @@ log2(n) binary searches.
 Invariants
 - Row i of the index is row i of the MemTable; answers are rows in ascending order.
 - Null equals nothing and lies between nothing; `rows_null` finds it.
-- NaN is one value, equal to itself and above every number, as in Lance.
+- NaN is equal to itself and above every number, and NaN with its sign bit set below every number,
+  as in Lance. The two zeros are equal.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ class _Run:
     """Sorted, without nulls and NaNs."""
     rows: Rows
     null_rows: Rows
-    nan_rows: Rows
+    low_nan_rows: Rows
+    high_nan_rows: Rows
 
     def __len__(self) -> int:
-        return len(self.rows) + len(self.null_rows) + len(self.nan_rows)
+        nans = len(self.low_nan_rows) + len(self.high_nan_rows)
+        return len(self.rows) + len(self.null_rows) + nans
 
 
 class ScalarIndex:
@@ -96,7 +99,7 @@ class ScalarIndex:
     def rows_in(self, values: Sequence[Any], visible_rows: int | None = None) -> Rows:
         """Rows whose value is one of these. Nulls among them match nothing."""
         wanted = [value for value in values if value is not None]
-        with_nan = any(_is_nan(value) for value in wanted)
+        nan_signs = {math.copysign(1, value) for value in wanted if _is_nan(value)}
         keys = self._keys([value for value in wanted if not _is_nan(value)]).unique()
         found: list[Rows] = []
         for run in self._sorted_runs():
@@ -107,8 +110,10 @@ class ScalarIndex:
                 run.rows[start:stop]
                 for start, stop in zip(starts[hit].tolist(), stops[hit].tolist(), strict=True)
             ]
-            if with_nan:
-                found.append(run.nan_rows)
+            if -1 in nan_signs:
+                found.append(run.low_nan_rows)
+            if 1 in nan_signs:
+                found.append(run.high_nan_rows)
         return _in_row_order(found, visible_rows)
 
     def rows_between(
@@ -131,8 +136,10 @@ class ScalarIndex:
             if high_key is not None:
                 stop = int(_search(run.values, high_key, "right" if high_inclusive else "left")[0])
             found.append(run.rows[start:stop])
+            if low_key is None:
+                found.append(run.low_nan_rows)
             if high_key is None:
-                found.append(run.nan_rows)
+                found.append(run.high_nan_rows)
         return _in_row_order(found, visible_rows)
 
     def rows_null(self, visible_rows: int | None = None) -> Rows:
@@ -165,14 +172,18 @@ def _sort(chunks: Sequence[tuple[int, pa.Array]]) -> _Run:
     values = pa.concat_arrays([chunk for _, chunk in chunks])
     rows = np.concatenate([np.arange(first, first + len(chunk)) for first, chunk in chunks])
     valid = values.is_valid().to_numpy(zero_copy_only=False)
-    nan = np.zeros(len(values), dtype=np.bool_)
+    nan = negative = np.zeros(len(values), dtype=np.bool_)
     if pa.types.is_floating(values.type):
-        nan = pc.is_nan(values).fill_null(False).to_numpy(zero_copy_only=False)
+        numbers = values.to_numpy(zero_copy_only=False)
+        nan = np.isnan(numbers) & valid
+        negative = np.signbit(numbers)
     plain = np.flatnonzero(valid & ~nan)
     kept = values if len(plain) == len(values) else values.take(pa.array(plain))
     order = pc.sort_indices(kept)
     sorted_rows = rows[plain][order.to_numpy()]
-    return _Run(kept.take(order), sorted_rows, rows[~valid], rows[nan])
+    return _Run(
+        kept.take(order), sorted_rows, rows[~valid], rows[nan & negative], rows[nan & ~negative]
+    )
 
 
 def _merge(older: _Run, newer: _Run) -> _Run:
@@ -182,7 +193,8 @@ def _merge(older: _Run, newer: _Run) -> _Run:
         values.take(order),
         np.concatenate([older.rows, newer.rows])[order.to_numpy()],
         np.concatenate([older.null_rows, newer.null_rows]),
-        np.concatenate([older.nan_rows, newer.nan_rows]),
+        np.concatenate([older.low_nan_rows, newer.low_nan_rows]),
+        np.concatenate([older.high_nan_rows, newer.high_nan_rows]),
     )
 
 

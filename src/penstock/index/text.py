@@ -28,6 +28,7 @@ import lance
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput
 from penstock.index.base import IndexSpec
@@ -48,12 +49,6 @@ _TOKENIZER_OPTIONS = (
     "min_ngram_length",
     "max_ngram_length",
     "prefix_only",
-    "split_identifiers",
-    "split_on_numerics",
-    "preserve_original",
-    "index_operators",
-)
-_NOT_TOKEN_BY_TOKEN = (
     "split_identifiers",
     "split_on_numerics",
     "preserve_original",
@@ -86,7 +81,7 @@ class EncodedText:
     stands for a token that was removed. Otherwise no id is -1.
     """
 
-    ids: list[int]
+    ids: list[int] | Int64s
     counts: Sequence[int] | Int64s
     positions: list[int] | None = None
 
@@ -102,12 +97,12 @@ class TextAnalyzer:
             )
         self._options = {key: params[key] for key in _TOKENIZER_OPTIONS if key in params}
         self._base = params.get("base_tokenizer") or "simple"
-        self._memo: dict[str, int] = {}
+        if self._base == "code":
+            self._options["analyzer"] = "code"
+        self._memo: dict[str, int] = {"": -1}
         self._terms: dict[str, int] = {}
         self._lock = threading.Lock()
-        token_by_token = self._base in ("simple", "whitespace") and not any(
-            params.get(option) for option in _NOT_TOKEN_BY_TOKEN
-        )
+        token_by_token = self._base in ("simple", "whitespace")
         self._sentinel = self._find_sentinel() if token_by_token else None
 
     @property
@@ -122,15 +117,37 @@ class TextAnalyzer:
         """Terms and their positions, as Lance gives them; for queries."""
         return [(token.text, token.position) for token in lance.tokenize(text, **self._options)]
 
+    def encode_column(self, texts: pa.Array) -> EncodedText:
+        """The term ids of a column of documents, in Arrow where they are plain ASCII."""
+        if self._sentinel is not None and self._base == "simple" and pa.types.is_string(texts.type):
+            if texts.null_count:
+                texts = texts.fill_null("")
+            bounds = np.frombuffer(texts.buffers()[1], np.int32)
+            bounds = bounds[texts.offset : texts.offset + len(texts) + 1]
+            data = texts.buffers()[2]
+            data = b"" if data is None else data[int(bounds[0]) : int(bounds[-1])].to_pybytes()
+            if data.isascii():
+                return self._encode_ascii(data, bounds - bounds[0])
+        return self.encode(texts.to_pylist())
+
+    def _encode_ascii(self, data: bytes, bounds: Int32s) -> EncodedText:
+        """Split at everything that is no letter or digit, and look up each distinct token once."""
+        blanked = pa.StringArray.from_buffers(
+            len(bounds) - 1,
+            pa.py_buffer(np.ascontiguousarray(bounds)),
+            pa.py_buffer(data.translate(_BLANK_SEPARATORS)),
+        )
+        # A blank at either end leaves an empty token there, which is no term.
+        split = pc.ascii_split_whitespace(blanked)
+        encoded = split.values.dictionary_encode()
+        ids = np.array(self._ids_of_raw(encoded.dictionary.to_pylist()), dtype=np.int64)
+        counts = np.diff(np.asarray(split.offsets)).astype(np.int64)
+        return EncodedText(ids[np.asarray(encoded.indices)], counts)
+
     def encode(self, documents: Sequence[str | None]) -> EncodedText:
         """The documents' term ids; safe for many threads."""
         if self._sentinel is None:
             return self._encode_whole(documents)
-        if self._base == "simple" and len(documents) > 1:
-            texts = [document or "" for document in documents]
-            joined = " ".join(texts)
-            if joined.isascii():
-                return self._encode_joined(texts, joined)
         flat: list[str] = []
         counts: list[int] = []
         for document in documents:
@@ -139,23 +156,12 @@ class TextAnalyzer:
             flat += raw
         return EncodedText(self._ids_of_raw(flat), counts)
 
-    def _encode_joined(self, texts: Sequence[str], joined: str) -> EncodedText:
-        """Split all documents, one blank apart, at once; then count each one's tokens."""
-        data = joined.encode().translate(_BLANK_SEPARATORS)
-        inside = np.frombuffer(data, dtype=np.uint8) != ord(" ")
-        starts = np.flatnonzero(inside[1:] & ~inside[:-1]) + 1
-        if len(inside) and inside[0]:
-            starts = np.concatenate([[0], starts])
-        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)) + 1)
-        counts = np.diff(np.searchsorted(starts, ends), prepend=0)
-        return EncodedText(self._ids_of_raw(data.decode().split()), counts)
-
     def _encode_whole(self, documents: Sequence[str | None]) -> EncodedText:
         terms: list[str] = []
         counts: list[int] = []
         positions: list[int] = []
         for document in documents:
-            tokens = self.tokenize(document) if document else []
+            tokens = [] if document is None else self.tokenize(document)
             counts.append(len(tokens))
             terms += [term for term, _ in tokens]
             positions += [position for _, position in tokens]
@@ -192,7 +198,7 @@ class TextAnalyzer:
         learnt.update(zip((token for token, _ in kept), ids, strict=True))
         if len(self._memo) + len(learnt) > MEMO_LIMIT:
             self._memo.clear()
-        self._memo.update(learnt)
+        self._memo.update(learnt, **{"": -1})
         return learnt
 
     def _ids_of_terms(self, terms: list[str]) -> list[int]:
@@ -277,9 +283,9 @@ class TextIndex:
         """The postings of a batch. Any number of threads may encode at once."""
         if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
             raise InvalidInput(f"column {self.column!r} is {texts.type}, full text needs strings")
-        encoded = self.analyzer.encode(texts.to_pylist())
         if len(texts) == 1:
-            return _postings_of_one(encoded, self._with_positions)
+            return _postings_of_one(self.analyzer.encode(texts.to_pylist()), self._with_positions)
+        encoded = self.analyzer.encode_column(texts)
         return _sorted_postings(encoded, self._with_positions)
 
     def append(self, delta: TextDelta, first_row: int) -> None:

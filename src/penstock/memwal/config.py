@@ -75,6 +75,12 @@ class WriterConfig:
                 options[ours] = text.lower() in ("true", "1")
             elif text.isdecimal() and int(text) > 0:
                 options[ours] = int(text)
+        # Lance knows no batch limit and may store a smaller allowance than ours has to be.
+        memtable_bytes = options.get("max_memtable_bytes", self.max_memtable_bytes)
+        options["max_unflushed_bytes"] = max(
+            options.get("max_unflushed_bytes", self.max_unflushed_bytes),
+            memtable_bytes + options.get("max_batch_bytes", self.max_batch_bytes),
+        )
         return replace(self, **options)
 
     def to_defaults(self) -> dict[str, str]:

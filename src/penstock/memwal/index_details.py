@@ -17,7 +17,14 @@ import lance
 from lance.bitmap import Bitmap
 from lance.dataset import Index as LanceIndex
 
-from penstock.errors import CommitConflict, Corruption, InvalidInput, NotATable, ObjectNotFound
+from penstock.errors import (
+    CommitConflict,
+    Corruption,
+    InvalidInput,
+    NotATable,
+    ObjectNotFound,
+    StorageError,
+)
 from penstock.memwal import wire
 from penstock.memwal.region_spec import RegionField, RegionSpec
 from penstock.storage.objects import ObjectStore
@@ -183,12 +190,17 @@ def read_details(store: ObjectStore, version: int) -> tuple[MemWalIndexDetails, 
 
 
 def _manifest_bytes(store: ObjectStore, version: int) -> bytes:
-    for name in (f"{_LAST_VERSION - version:020}", str(version)):
+    for name in _manifest_names(version):
         try:
             return bytes(store.get(f"_versions/{name}.manifest").data)
         except ObjectNotFound:
             continue
     raise NotATable(f"{store.uri} has no manifest of version {version}")
+
+
+def _manifest_names(version: int) -> tuple[str, str]:
+    """What Lance calls the manifest of a version, and what it did before 0.17."""
+    return f"{_LAST_VERSION - version:020}", str(version)
 
 
 def _section(data: bytes, at: int) -> bytes:
@@ -220,30 +232,56 @@ def commit_details(
         details = change(found[0] if found else None)
         if details is None:
             return found[0] if found else None
-        new = _index(seams.entropy.uuid4(), dataset.version, details)
+        identity = seams.entropy.uuid4()
+        new = _index(identity, dataset.version, details)
         old = [_index(found[1], dataset.version, found[0])] if found else []
+        detached = lance.LanceDataset.commit(
+            dataset,
+            lance.LanceOperation.CreateIndex([new], old),
+            read_version=dataset.version,
+            storage_options=options,
+            detached=True,
+        )
         try:
-            committed = lance.LanceDataset.commit(
-                store.uri,
-                lance.LanceOperation.CreateIndex([new], old),
-                read_version=dataset.version,
-                storage_options=options,
-                max_retries=0,
-            )
-        except lance.commit.CommitConflictError as error:
+            _publish(store, dataset.version, detached.version, identity)
+        except StorageError as error:
             last = error
             continue
-        except OSError as error:
-            if "conflict" not in str(error).lower():
-                raise
-            last = error
-            continue
+        store.sync("_transactions")
         store.sync("_versions")
-        return replace(details, raw=b"") if committed else details
+        return replace(details, raw=b"")
     raise CommitConflict(
         f"the MemWAL index of {store.uri} could not be changed in {seams.backoff.attempts} "
         f"attempts; other commits keep winning, try again later ({last})"
     )
+
+
+def _publish(store: ObjectStore, version: int, detached: int, identity: uuid.UUID) -> None:
+    """Make a detached version the very next one; raises `ObjectExists` if another one is.
+
+    An ordinary commit would not do. Lance lets a change of an index pass over a merge that landed
+    since `version`, and the progress which that merge recorded in the index would be lost.
+    """
+    detached_key = f"_versions/d{detached}.manifest"
+    data = bytes(store.get(detached_key).data)
+    store.delete(detached_key)
+    at = _FOOTER.unpack(data[-_FOOTER.size :])[0]
+    manifest = wire.new("TableManifest")
+    manifest.ParseFromString(_section(data, at))
+    manifest.version = version + 1
+    message = manifest.SerializeToString()
+    head = data[:at] + struct.pack("<I", len(message)) + message
+    reversed_names = store.exists(f"_versions/{_manifest_names(version)[0]}.manifest")
+    key = f"_versions/{_manifest_names(version + 1)[0 if reversed_names else 1]}.manifest"
+    try:
+        store.put_if_absent(key, head + data[-_FOOTER.size :])
+    except StorageError:
+        # The answer may have been lost, or be that of our own repeated request.
+        if not store.exists(key):
+            raise
+        found = read_details(store, version + 1)
+        if found is None or found[1] != identity:
+            raise
 
 
 def _index(identity: uuid.UUID, version: int, details: MemWalIndexDetails) -> Any:

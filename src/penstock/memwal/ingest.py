@@ -40,9 +40,10 @@ def keys_to_arrays(keys: Any, shape: TableShape) -> dict[str, pa.Array]:
             "the table has no primary key, so single rows cannot be named; "
             "create it with primary_key=… to get and delete by key"
         )
-    if isinstance(keys, str | bytes) or not hasattr(keys, "__iter__"):
+    frame = isinstance(keys, pa.RecordBatch | pa.Table) or _is_frame(keys)
+    if not frame and (isinstance(keys, str | bytes) or not hasattr(keys, "__iter__")):
         raise InvalidInput(f"keys must be a list of keys, not {keys!r}; write [{keys!r}]")
-    if isinstance(keys, pa.RecordBatch | pa.Table) or _is_frame(keys):
+    if frame and not isinstance(keys, pa.Array | pa.ChunkedArray):
         table = _to_table(keys, shape.schema)
         missing = [name for name in columns if name not in table.column_names]
         if missing:

@@ -2,12 +2,15 @@
 
 Encoding a batch (partitions and codes of vectors, terms of texts) reads only the models and may
 run on many threads at once; appending what came out is cheap and happens in the MemTable's order.
+Vectors of a large batch are encoded on another thread, beside the texts and the write to the WAL:
+that work is NumPy's and leaves the interpreter free.
 Kinds without a mirror here are left to the flushed generation's own index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,8 @@ from penstock.index.ivf import IvfIndex
 from penstock.index.scalar import ScalarIndex
 from penstock.index.text import TextIndex
 
+_PARALLEL_ROWS = 256
+
 LiveIndex = IvfIndex | TextIndex | ScalarIndex
 
 
@@ -28,6 +33,13 @@ class IndexDeltas:
 
     encoder: LiveIndexes
     deltas: tuple[Any, ...]
+
+    def settled(self) -> IndexDeltas:
+        """The same with everything worked out, waiting for what is not yet."""
+        if not any(isinstance(delta, Future) for delta in self.deltas):
+            return self
+        done = (d.result() if isinstance(d, Future) else d for d in self.deltas)
+        return IndexDeltas(self.encoder, tuple(done))
 
 
 class LiveIndexes:
@@ -66,8 +78,20 @@ class LiveIndexes:
     def __bool__(self) -> bool:
         return bool(self.by_name)
 
-    def encode(self, batch: pa.RecordBatch) -> IndexDeltas:
-        return IndexDeltas(self, tuple(_encode(index, batch) for index in self.by_name.values()))
+    def encode(self, batch: pa.RecordBatch, pool: Executor | None = None) -> IndexDeltas:
+        """What a batch adds; vectors may still be under way if there is a pool."""
+        if pool is None or batch.num_rows < _PARALLEL_ROWS:
+            pool = None
+        begun: dict[str, Any] = {}
+        if pool is not None:
+            for name, index in self.by_name.items():
+                if isinstance(index, IvfIndex):
+                    begun[name] = pool.submit(_encode, index, batch)
+        deltas = (
+            begun[name] if name in begun else _encode(index, batch)
+            for name, index in self.by_name.items()
+        )
+        return IndexDeltas(self, tuple(deltas))
 
     def append(self, deltas: IndexDeltas, first_row: int) -> None:
         for index, delta in zip(self.by_name.values(), deltas.deltas, strict=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class MemTable:
     def append(self, rows: PreparedRows) -> None:
         """Add rows behind those that are there."""
         count = rows.batch.num_rows
-        deltas = rows.deltas
+        deltas = rows.deltas.settled() if rows.deltas is not None else None
         if deltas is not None and not self.indexes.understands(deltas):
             # Prepared for the MemTable before this one, whose vocabulary was another.
             deltas = self.indexes.encode(rows.batch)
@@ -146,10 +147,11 @@ def prepare_rows(
     size_bytes: int,
     *,
     indexed: bool,
+    pool: Executor | None = None,
 ) -> PreparedRows:
     """The costly part of an append; touches no state, so many threads may do it at once."""
     keys = python_keys(key_array(batch, shape.key_columns)) if shape.key_columns else None
-    deltas = indexes.encode(batch) if indexed and indexes else None
+    deltas = indexes.encode(batch, pool) if indexed and indexes else None
     return PreparedRows(batch, size_bytes, keys, deltas)
 
 

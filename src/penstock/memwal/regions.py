@@ -57,6 +57,7 @@ class RegionRouter:
     def __init__(self, base: BaseTable, spec: RegionSpec, known: Sequence[RegionManifest]) -> None:
         self.spec = spec
         self._table_id = base.table_id()
+        self.unsharded = [field.transform for field in spec.fields] == ["unsharded"]
         self._types = [arrow_type(field.result_type) for field in spec.fields]
         self._identities: dict[tuple[object, ...], RegionIdentity] = {}
         ours = [m for m in known if m.region_spec_id == spec.spec_id]
@@ -75,8 +76,7 @@ class RegionRouter:
 
     def _adopt(self, uri: str, unnamed: list[uuid.UUID]) -> None:
         """Regions without values: in an unsharded table the only one is the table's region."""
-        unsharded = [field.transform for field in self.spec.fields] == ["unsharded"]
-        if unsharded and len(unnamed) == 1 and not self._by_values:
+        if self.unsharded and len(unnamed) == 1 and not self._by_values:
             values = self._encode((0,))
             self._by_values[tuple(v for v in values if v is not None)] = unnamed[0]
             return

@@ -44,7 +44,7 @@ class TableShape:
 
     def wal_rows(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Rows of the table, in schema order, as WAL rows."""
-        live = pa.repeat(pa.scalar(False), rows.num_rows)
+        live = _repeated(False, rows.num_rows)
         return pa.RecordBatch.from_arrays([*rows.columns, live], schema=self.wal_schema)
 
     def tombstones(self, keys: Mapping[str, pa.Array]) -> pa.RecordBatch:
@@ -54,7 +54,7 @@ class TableShape:
             keys[field.name] if field.name in keys else pa.nulls(rows, field.type)
             for field in self.schema
         ]
-        dead = pa.repeat(pa.scalar(True), rows)
+        dead = _repeated(True, rows)
         return pa.RecordBatch.from_arrays([*columns, dead], schema=self.wal_schema)
 
     def align(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -78,7 +78,18 @@ class TableShape:
                 column = batch.column(ordinal_or_none)
                 columns.append(column if column.type == field.type else column.cast(field.type))
             elif field.name == TOMBSTONE:
-                columns.append(pa.repeat(pa.scalar(False), batch.num_rows))
+                columns.append(_repeated(False, batch.num_rows))
             else:
                 columns.append(pa.nulls(batch.num_rows, field.type))
         return pa.RecordBatch.from_arrays(columns, schema=self.wal_schema)
+
+
+_READY_ROWS = 8192
+_READY = {value: pa.repeat(pa.scalar(value), _READY_ROWS) for value in (False, True)}
+
+
+def _repeated(value: bool, rows: int) -> pa.Array:
+    """So many times the same tombstone flag; cut from one array where it is long enough."""
+    if rows <= _READY_ROWS:
+        return _READY[value].slice(0, rows)
+    return pa.repeat(pa.scalar(value), rows)

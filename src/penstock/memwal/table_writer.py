@@ -2,7 +2,8 @@
 
 Regions are claimed when the first row for them comes. Rows for several regions are written in
 parallel, and the call returns when all of them are acknowledged; it is atomic per region, not
-across regions. A background thread sees to what is due by time.
+across regions. Small upserts that arrive together are joined into one, so that many threads with
+a row each cost little more than one thread. A background thread sees to what is due by time.
 
 With `reclaim`, a region that another process has taken is claimed again and the rows that were
 not acknowledged are sent again. Whether the lost entry had landed is looked up first, so a table
@@ -14,6 +15,7 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -22,6 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock import metrics
 from penstock.errors import (
     AmbiguousWrite,
     Fenced,
@@ -34,6 +37,7 @@ from penstock.errors import (
 from penstock.memwal import transforms
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.claim import RegionIdentity, claim_region
+from penstock.memwal.commit_queue import CommitQueue, QueueItem
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.flush import flush_memtable
 from penstock.memwal.index_details import read_details
@@ -46,8 +50,24 @@ from penstock.memwal.writer import RegionWriter, WriterStats
 
 _FLUSH_THREADS = 2
 _WRITE_THREADS = 8
+_ENCODE_THREADS = 2
 _RECLAIM_ATTEMPTS = 64
+_SMALL_ROWS = 64
+_MAX_JOINED = 256
 _ROUTE_ATTEMPTS = 3
+
+
+class _SmallUpsert(QueueItem):
+    __slots__ = ("batch", "rows")
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        super().__init__()
+        self.batch = batch
+        self.rows = int(batch.num_rows)
+
+
+def _take_all(waiting: deque[_SmallUpsert]) -> list[_SmallUpsert]:
+    return [waiting.popleft() for _ in range(min(len(waiting), _MAX_JOINED))]
 
 
 class TableWriter:
@@ -67,7 +87,11 @@ class TableWriter:
         self._opening: dict[uuid.UUID, threading.Lock] = {}
         self._writers: dict[uuid.UUID, RegionWriter] = {}
         self._closed = False
+        self._small: CommitQueue[_SmallUpsert] = CommitQueue(
+            _take_all, self._upsert_together, base.seams.clock
+        )
         self._flush_pool = ThreadPoolExecutor(_FLUSH_THREADS, "penstock-flush")
+        self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, "penstock-encode")
         self._write_pool: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
         self._load()
@@ -103,8 +127,37 @@ class TableWriter:
 
     def upsert(self, data: Any) -> int:
         """Insert rows, or replace those with the same key; returns how many were written."""
-        batch = rows_to_batch(data, self.shape)
-        return self._write(self.shape.wal_rows(batch))
+        batch = data if isinstance(data, pa.RecordBatch) else rows_to_batch(data, self.shape)
+        if 0 < batch.num_rows <= _SMALL_ROWS:
+            item = _SmallUpsert(batch)
+            self._small.run(item)
+            return item.rows
+        return self._upsert(batch)
+
+    def _upsert(self, batch: pa.RecordBatch) -> int:
+        return self._write(self.shape.wal_rows(rows_to_batch(batch, self.shape)))
+
+    def _upsert_together(self, group: list[_SmallUpsert]) -> None:
+        """Write small upserts as one, or each on its own if together they are not valid."""
+        first = group[0].batch
+        if len(group) > 1 and all(item.batch.schema.equals(first.schema) for item in group[1:]):
+            joined = pa.concat_batches([item.batch for item in group])
+            try:
+                if joined.nbytes <= self.config.max_batch_bytes:
+                    self._upsert(joined)
+                    return
+            except InvalidInput:
+                # One of them is wrong. Nothing was written; find out which.
+                metrics.split_groups.inc()
+            except PenstockError as error:
+                for item in group:
+                    item.error = error
+                return
+        for item in group:
+            try:
+                self._upsert(item.batch)
+            except PenstockError as error:
+                item.error = error
 
     def delete(self, keys: Any) -> int:
         """Delete rows by key, whether they exist or not; returns how many keys were given."""
@@ -133,6 +186,8 @@ class TableWriter:
             assert self._region_id is not None
             return [(RegionIdentity(self._region_id, self._manual_spec_id()), rows)]
         router = self._router
+        if router.unsharded:
+            return [(router.identity((0,)), rows)]
         groups = transforms.group(router.spec, rows, self._columns_by_id)
         return [
             (router.identity(values), rows if indices is None else rows.take(pa.array(indices)))
@@ -222,6 +277,7 @@ class TableWriter:
         finally:
             if self._write_pool is not None:
                 self._write_pool.shutdown(wait=True)
+            self._encode_pool.shutdown(wait=True)
             self._flush_pool.shutdown(wait=True)
 
     def abandon(self) -> None:
@@ -231,6 +287,7 @@ class TableWriter:
         for writer in self.region_writers():
             writer.abandon()
         self._flush_pool.shutdown(wait=False, cancel_futures=True)
+        self._encode_pool.shutdown(wait=False)
         if self._write_pool is not None:
             self._write_pool.shutdown(wait=False, cancel_futures=True)
 
@@ -323,6 +380,7 @@ class TableWriter:
             flush=lambda memtable: flush_memtable(target, identity.region_id, memtable),
             config=self.config,
             executor=self._flush_pool,
+            encode_pool=self._encode_pool,
             seams=base.seams,
         )
 

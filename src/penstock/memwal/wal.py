@@ -3,7 +3,8 @@
 An entry is an Arrow IPC stream, exactly as Lance writes it, followed by a trailer of ours that
 stream readers never reach:
 
-    IPC schema message   metadata: writer_epoch, generation (or fence_sentinel), penstock.trailer
+    IPC schema message   metadata: writer_epoch, generation (or fence_sentinel); padded with
+                         "PSTKWAL1", which says that a trailer must follow
     IPC batch messages   rows in the order of their acknowledgement
     IPC end of stream    8 bytes
     trailer              "PSTKWAL1", 16-byte write id, CRC-32C of all before it (u32 LE), 4 zeros
@@ -12,6 +13,9 @@ Entries count from 1. Entry n+1 is written only when entry n is durable, so the 
 beyond what clean-up removed at its start, and its end can be found by galloping. The write id
 is unique to one append: it tells our own entry, whose acknowledgement was lost, from that of
 another writer who fenced us. Lance's entries have no trailer and are read without a checksum.
+
+The mark hides in the padding, which no Arrow reader looks at, because Lance compares the schema of
+an entry with the table's, metadata included, and refuses to replay one with a key it does not know.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ TOMBSTONE = "_tombstone"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _MAGIC = b"PSTKWAL1"
 _TRAILER_BYTES = 32
-_TRAILER_KEY = b"penstock.trailer"
+_CONTINUATION = b"\xff\xff\xff\xff"
 _FENCE_MOVES = 10_000
 _READ_AHEAD_ENTRIES = 16
 _READ_AHEAD_THREADS = 4
@@ -62,9 +66,20 @@ def schema_message(schema: pa.Schema, epoch: int, generation: int) -> pa.Buffer:
     stamped = {
         b"writer_epoch": str(epoch).encode(),
         b"generation": str(generation).encode(),
-        _TRAILER_KEY: b"1",
     }
-    return schema.with_metadata(stamped).serialize()
+    return _marked(schema.with_metadata(stamped))
+
+
+def _marked(schema: pa.Schema) -> pa.Buffer:
+    """The IPC message of a schema: continuation, u32 length, flatbuffer, padding with our mark."""
+    flatbuffer = schema.serialize().to_pybytes()[8:]
+    length = struct.pack("<I", len(flatbuffer) + len(_MAGIC))
+    return pa.py_buffer(_CONTINUATION + length + flatbuffer + _MAGIC)
+
+
+def _is_marked(entry: memoryview) -> bool:
+    end = 8 + int.from_bytes(entry[4:8], "little")
+    return bytes(entry[end - len(_MAGIC) : end]) == _MAGIC
 
 
 def encode_entry(head: Buffer, bodies: Sequence[Buffer], write_id: bytes) -> list[Buffer]:
@@ -82,9 +97,8 @@ def encode_fence(epoch: int, write_id: bytes) -> list[Buffer]:
     metadata = {
         b"writer_epoch": str(epoch).encode(),
         b"fence_sentinel": b"true",
-        _TRAILER_KEY: b"1",
     }
-    return encode_entry(pa.schema([], metadata=metadata).serialize(), [], write_id)
+    return encode_entry(_marked(pa.schema([], metadata=metadata)), [], write_id)
 
 
 def decode_entry(data: memoryview | bytes, position: int, key: str) -> WalEntry:
@@ -107,8 +121,8 @@ def decode_entry(data: memoryview | bytes, position: int, key: str) -> WalEntry:
         epoch = int(metadata[b"writer_epoch"])
         generation = int(metadata.get(b"generation", b"0"))
         batches = tuple(reader)
-        if _TRAILER_KEY in metadata and write_id is None:
-            raise ValueError("its trailer is missing")
+        if write_id is None and (_is_marked(view) or view[-8:] != _END_OF_STREAM):
+            raise ValueError("its end is missing")
     except (pa.ArrowInvalid, OSError, KeyError, ValueError) as error:
         raise Corruption(
             f"{key} is not a WAL entry ({error}); the entry is damaged, restore it from a copy"

@@ -86,7 +86,7 @@ _MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
         (6, "index_details", "Any"),
     ),
     "IndexSection": ((1, "indices", "*IndexMetadata"),),
-    "TableManifest": ((6, "index_section", "?uint64"),),
+    "TableManifest": ((3, "version", "uint64"), (6, "index_section", "?uint64")),
 }
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: programs that compare, in one run, with what a user would pick instead."""
