@@ -13,9 +13,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+import penstock
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -93,10 +96,22 @@ def test_every_document_is_in_the_index() -> None:
         name
         for path in (ROOT / "docs").rglob("*.md")
         if (name := path.relative_to(ROOT / "docs").as_posix()) != "README.md"
-        and not name.startswith("decisions/")
+        and not re.match(r"decisions/\d", name)
         and f"({name})" not in index
     ]
     assert not missing, "docs/README.md does not mention these"
+
+
+def test_decisions_are_numbered_listed_and_say_what_they_cost() -> None:
+    directory = ROOT / "docs" / "decisions"
+    pages = sorted(path for path in directory.glob("*.md") if path.name != "README.md")
+    assert [int(path.name[:4]) for path in pages] == list(range(1, len(pages) + 1))
+    listed = (directory / "README.md").read_text()
+    for path in pages:
+        assert f"({path.name})" in listed
+        headings = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+        assert headings[0].startswith(f"{path.name[:4]}: ")
+        assert headings[1:] == ["Goals", "Decision", "Cost"], path.name
 
 
 def test_every_module_says_what_it_is() -> None:
@@ -117,6 +132,34 @@ def test_every_metric_is_documented() -> None:
     guide = (ROOT / "docs" / "guide" / "metrics.md").read_text()
     missing = [name for name in names if not re.search(rf"\b{name}(_total)?\b", guide)]
     assert not missing, "docs/guide/metrics.md does not mention these"
+
+
+def test_every_metric_is_used() -> None:
+    from penstock import metrics
+
+    package = ROOT / "src" / "penstock"
+    sources = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    names = [metric.name.removeprefix("penstock_") for metric in metrics.registry.collect()]
+    assert [name for name in names if f"metrics.{name}." not in sources] == []
+
+
+def test_every_error_is_explained() -> None:
+    guide = (ROOT / "docs" / "guide" / "troubleshooting.md").read_text()
+    explained = set(re.findall(r"^\| `(\w+)` \|", guide, re.M))
+    errors = {name for name in penstock.__all__ if _is_error(getattr(penstock, name))}
+    assert explained == errors
+
+
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, penstock.PenstockError)
+
+
+def test_every_writer_option_is_documented() -> None:
+    from penstock.memwal.config import WriterConfig
+
+    guide = (ROOT / "docs" / "guide" / "writing.md").read_text()
+    missing = [field.name for field in fields(WriterConfig) if f"`{field.name}" not in guide]
+    assert not missing, "docs/guide/writing.md does not mention these"
 
 
 def test_every_command_is_documented() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 
@@ -45,25 +46,73 @@ ERRORS = {
     "WriterClosed",
     "WriterPoisoned",
 }
-MEMBERS = {
-    "Database": {"create_table", "drop_table", "list_tables", "open_table", "uri"},
-    "Table": {
-        "close",
-        "count",
-        "create_index",
-        "delete",
-        "flush",
-        "get",
-        "schema",
-        "status",
-        "to_arrow",
-        "upsert",
-        "uri",
-        "version",
-        "writer",
+# Properties have None; of a method the parameters, `*` before those given by keyword only.
+MEMBERS: dict[str, dict[str, str | None]] = {
+    "Database": {
+        "create_table": "name, schema, *, primary_key, regions, stable_row_ids, writer_defaults",
+        "drop_table": "name",
+        "list_tables": "",
+        "open_table": "name, *, adopt",
+        "uri": None,
     },
-    "Writer": {"close", "delete", "flush", "stats", "upsert"},
+    "Table": {
+        "close": "",
+        "count": "",
+        "create_index": "column, kind, *, name, **options",
+        "delete": "*, keys",
+        "flush": "*, recover",
+        "get": "key",
+        "get_many": "keys",
+        "primary_key": None,
+        "schema": None,
+        "set_regions": "regions",
+        "status": "",
+        "to_arrow": "",
+        "upsert": "data",
+        "uri": None,
+        "version": None,
+        "writer": "*, durable, indexed, region, **options",
+    },
+    "Writer": {
+        "abandon": "",
+        "claim_all": "wanted",
+        "close": "*, flush",
+        "closed": None,
+        "delete": "keys",
+        "flush": "",
+        "region_writers": "",
+        "released": None,
+        "stats": "",
+        "tick": "",
+        "upsert": "data",
+    },
 }
+FUNCTIONS = {
+    "bucket": "column, num_buckets",
+    "connect": "uri, storage_options, *, seams",
+    "day": "column",
+    "expression": "sql, columns, result_type",
+    "hour": "column",
+    "identity": "column",
+    "month": "column",
+    "multi_bucket": "columns, num_buckets",
+    "truncate": "column, width",
+    "unsharded": "",
+    "year": "column",
+}
+
+
+def parameters(function: Callable[..., object]) -> str:
+    """The parameter list without `self`, types and defaults."""
+    written: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in written:
+            written.append("*")
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        written.append(stars + parameter.name)
+    return ", ".join(written)
 
 
 def test_the_package_exports_exactly_these_names() -> None:
@@ -74,8 +123,18 @@ def test_the_package_exports_exactly_these_names() -> None:
 
 @pytest.mark.parametrize("name", sorted(MEMBERS))
 def test_a_class_has_exactly_these_public_members(name: str) -> None:
-    members = {member for member in dir(getattr(penstock, name)) if not member.startswith("_")}
-    assert members == MEMBERS[name]
+    owner = getattr(penstock, name)
+    public = {member: getattr(owner, member) for member in dir(owner) if member[0] != "_"}
+    found = {
+        member: parameters(value) if callable(value) else None for member, value in public.items()
+    }
+    assert found == MEMBERS[name]
+
+
+def test_functions_keep_their_parameters() -> None:
+    functions = {name: getattr(penstock, name) for name in FUNCTIONS}
+    assert {name: parameters(function) for name, function in functions.items()} == FUNCTIONS
+    assert {"connect", *REGION_SPECS} == set(FUNCTIONS)
 
 
 def test_every_error_is_exported_and_has_the_one_root() -> None:
@@ -87,14 +146,3 @@ def test_every_error_is_exported_and_has_the_one_root() -> None:
     assert set(defined) == ERRORS
     assert all(issubclass(error, penstock.PenstockError) for error in defined.values())
     assert all(getattr(penstock, name) is error for name, error in defined.items())
-
-
-def test_calls_keep_their_keywords() -> None:
-    def keywords(function: object) -> set[str]:
-        assert callable(function)
-        return set(inspect.signature(function).parameters) - {"self"}
-
-    assert "storage_options" in keywords(penstock.connect)
-    assert {"schema", "primary_key", "regions"} <= keywords(penstock.Database.create_table)
-    assert {"durable", "indexed"} <= keywords(penstock.Table.writer)
-    assert "keys" in keywords(penstock.Table.delete)
