@@ -41,7 +41,9 @@ def rows(count: int, seed: int = 0, *, vectors: bool = True) -> pa.Table:
     column = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), DIMENSIONS)
     if not vectors:
         column = pa.nulls(count, column.type)
-    text = pa.array([f"cold rivers foo {i}" if vectors else None for i in range(count)], pa.string())
+    text = pa.array(
+        [f"cold rivers foo {i}" if vectors else None for i in range(count)], pa.string()
+    )
     return pa.table({"id": np.arange(count), "vector": column, "text": text})
 
 

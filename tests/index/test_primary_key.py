@@ -130,9 +130,7 @@ def test_the_newest_row_of_a_key_is_its_last(drawn: list[int], key_type: pa.Data
 
 
 @pytest.mark.parametrize("key_type", [*SUPPORTED_KEY_TYPES, "composite"], ids=str)
-def test_the_sidecar_is_the_one_lance_writes(
-    tmp_path: Path, key_type: pa.DataType | str
-) -> None:
+def test_the_sidecar_is_the_one_lance_writes(tmp_path: Path, key_type: pa.DataType | str) -> None:
     if key_type == "composite":
         columns = [keys_of_type(KEY_TYPES[0], 300, 5), keys_of_type(pa.int64(), 300, 40)]
     else:

@@ -76,9 +76,12 @@ def test_floats_compare_as_in_lance(tmp_path: Path) -> None:
     assert index.rows_equal(float("inf")).tolist() == by_lance("x = cast('inf' as double)")
     assert index.rows_between(-2.5, 1.0).tolist() == by_lance("x >= -2.5 and x < 1.0")
     assert index.rows_null().tolist() == by_lance("x is null")
-    above = by_lance("x > 0.5")
-    assert set(above) <= set(index.rows_between(0.5, low_inclusive=False).tolist())
-    assert index.rows_equal(nan).tolist() == [1, 6]
+    assert index.rows_between(0.5, low_inclusive=False).tolist() == by_lance("x > 0.5")
+    assert index.rows_between(None, 0.5).tolist() == by_lance("x < 0.5")
+    assert index.rows_between(None, 0.0).tolist() == by_lance("x < 0.0")
+    assert index.rows_equal(0.0).tolist() == by_lance("x = 0.0")
+    assert index.rows_equal(nan).tolist() == by_lance("x = cast('nan' as double)")
+    assert index.rows_in([nan, -nan]).tolist() == [1, 6]
 
 
 def test_times_are_found_and_odd_values_refused() -> None:

@@ -221,6 +221,7 @@ def test_every_call_of_the_seam_can_fail(store: FaultStore) -> None:
         "get": lambda: store.get("a"),
         "get_range": lambda: store.get_range("a", 0, 1),
         "head": lambda: store.head("a"),
+        "exists": lambda: store.exists("a"),
         "list": lambda: list(store.list()),
         "list_dirs": lambda: store.list_dirs(),
         "put": lambda: store.put("a", b""),

@@ -1,7 +1,8 @@
 """Time, as a seam: nothing in Penstock reads a clock or sleeps except through a `Clock`.
 
 `now_ms` is the wall clock, for stamps that other machines read; it may jump either way.
-`monotonic_ms` only rises and is for deadlines within one process. `SimulatedClock` keeps the same
+`monotonic_ms` only rises and is for deadlines within one process; it goes on while the machine
+sleeps, so a writer that wakes up knows how old its claim is. `SimulatedClock` keeps the same
 two properties under a test's control, so that every failure that involves time replays exactly.
 """
 
@@ -24,12 +25,15 @@ class Clock(Protocol):
     def sleep_ms(self, ms: float) -> None: ...
 
 
+_RISING = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
 class SystemClock:
     def now_ms(self) -> int:
         return time.time_ns() // 1_000_000
 
     def monotonic_ms(self) -> float:
-        return time.monotonic_ns() / 1e6
+        return time.clock_gettime_ns(_RISING) / 1e6
 
     def sleep_ms(self, ms: float) -> None:
         if ms > 0:

@@ -41,7 +41,7 @@ from penstock.storage.objects import (
     check_prefix,
 )
 
-READS = frozenset(("get", "get_range", "head", "list", "list_dirs"))
+READS = frozenset(("get", "get_range", "head", "exists", "list", "list_dirs"))
 WRITES = frozenset(("put", "put_if_absent", "put_if_match", "delete", "delete_prefix", "sync"))
 MAX_LOGGED = 100_000
 
