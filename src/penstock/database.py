@@ -12,9 +12,10 @@ import lance
 import pyarrow as pa
 
 from penstock.errors import InvalidInput, NotATable, PenstockError, TableExists, TableNotFound
-from penstock.index.primary_key import mark_primary_key
+from penstock.index.primary_key import check_key_type, mark_primary_key
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
+from penstock.memwal.flush import check_field_ids
 from penstock.memwal.index_details import MemWalIndexDetails, commit_details
 from penstock.memwal.region_spec import RegionBy, bind, unsharded
 from penstock.memwal.shape import TableShape
@@ -26,7 +27,8 @@ from penstock.storage.seams import Seams
 from penstock.table import Table
 
 _SUFFIX = ".lance"
-_NAME = re.compile(r"\w[\w.-]{0,127}")
+_NAME = re.compile(r"[^\W_][\w.-]*")
+_NAME_BYTES = 128
 _probed: set[str] = set()
 _probed_lock = threading.Lock()
 
@@ -83,12 +85,13 @@ class Database:
     ) -> Table:
         """Create an empty table. Without a primary key it only takes new rows."""
         store = self._table_store(name)
-        keys = [primary_key] if isinstance(primary_key, str) else list(primary_key or ())
+        keys = _key_names(primary_key)
+        regions = unsharded() if regions is None else regions
         marked = _checked_schema(schema, keys)
         defaults = WriterConfig().with_options(writer_defaults or {}).to_defaults()
         # Bind once before anything exists, so that a wrong spec leaves nothing behind.
         numbered = {field.name: number for number, field in enumerate(marked)}
-        bind(regions or unsharded(), marked, numbered, keys, 1)
+        bind(regions, marked, numbered, keys, 1)
         if store.list_dirs(""):
             raise TableExists(f"table {name!r} exists in {self.uri}; open it, or drop it first")
         try:
@@ -104,7 +107,7 @@ class Database:
                 raise TableExists(f"table {name!r} was created by somebody else") from error
             raise PenstockError(f"table {name!r} in {self.uri}: {error}") from error
         base = BaseTable(store, self._storage_options, self._seams)
-        _initialize(base, regions or unsharded(), defaults)
+        _initialize(base, regions, defaults)
         store.sync("")
         return Table(name, base)
 
@@ -137,12 +140,28 @@ class Database:
         store.delete_prefix("")
 
     def _table_store(self, name: str) -> ObjectStore:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+        if (
+            not isinstance(name, str)
+            or not _NAME.fullmatch(name)
+            or ".." in name
+            or len(name.encode()) > _NAME_BYTES
+        ):
             raise InvalidInput(
                 f"{name!r} cannot name a table; use letters, digits, '_', '-' and '.', starting "
-                "with a letter or digit, at most 128"
+                f"with a letter or digit, at most {_NAME_BYTES} bytes"
             )
         return self._store.child(f"{name}{_SUFFIX}")
+
+
+def _key_names(primary_key: str | Sequence[str] | None) -> list[str]:
+    if primary_key is None:
+        return []
+    keys = [primary_key] if isinstance(primary_key, str) else primary_key
+    if not isinstance(keys, list | tuple) or not all(isinstance(name, str) for name in keys):
+        raise InvalidInput(
+            f"primary_key must be a column's name or a list of names, not {primary_key!r}"
+        )
+    return list(keys)
 
 
 def _checked_schema(schema: pa.Schema, keys: list[str]) -> pa.Schema:
@@ -161,6 +180,14 @@ def _checked_schema(schema: pa.Schema, keys: list[str]) -> pa.Schema:
     return mark_primary_key(schema, keys)
 
 
+def _check_adoptable(shape: TableShape) -> None:
+    for name in shape.key_columns:
+        check_key_type(name, shape.schema.field(name).type)
+    if TOMBSTONE in shape.schema.names:
+        raise InvalidInput(f"a live table has a {TOMBSTONE} of its own; rename that column first")
+    check_field_ids(shape.wal_schema)
+
+
 def _initialize(
     base: BaseTable, regions: RegionBy | Sequence[RegionBy], defaults: Mapping[str, str]
 ) -> None:
@@ -168,6 +195,7 @@ def _initialize(
     dataset = base.dataset()
     ids = {field.name(): field.id() for field in dataset.lance_schema.fields()}
     shape = TableShape.of(dataset.schema, ids)
+    _check_adoptable(shape)
     spec = bind(regions, shape.schema, shape.field_ids, shape.key_columns, 1)
 
     def change(current: MemWalIndexDetails | None) -> MemWalIndexDetails | None:

@@ -11,24 +11,25 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, WriterClosed
 from penstock.memwal import create_index as index_creation
 from penstock.memwal import view
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.index_details import MemWalIndexDetails, commit_details
-from penstock.memwal.ingest import keys_to_arrays
+from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
 from penstock.memwal.region_spec import RegionBy, bind
 from penstock.memwal.status import TableStatus, table_status
 from penstock.memwal.table_writer import TableWriter
 from penstock.memwal.writer import RegionWriter
 
 Writer = TableWriter
+_REOPEN_ATTEMPTS = 16
 
 
 class Table:
@@ -37,6 +38,9 @@ class Table:
         self._base = base
         self._lock = threading.Lock()
         self._shared: TableWriter | None = None
+        self._left: set[uuid.UUID] = set()
+        """Regions in whose WAL a shared writer left rows; `flush` still owes them."""
+        self._tracking = threading.Lock()
         self._writers: weakref.WeakSet[TableWriter] = weakref.WeakSet()
         base.snapshot()
 
@@ -64,11 +68,14 @@ class Table:
 
     def upsert(self, data: Any) -> int:
         """Insert rows, or replace those with the same key; returns when they are durable."""
-        return self._shared_writer().upsert(data)
+        writer = self._shared_writer()
+        batch = data if isinstance(data, pa.RecordBatch) else rows_to_batch(data, writer.shape)
+        return self._with_shared(lambda shared: shared.upsert(batch))
 
     def delete(self, *, keys: Any) -> int:
         """Delete rows by key; returns when the deletes are durable."""
-        return self._shared_writer().delete(keys)
+        arrays = keys_to_arrays(keys, self._shared_writer().shape)
+        return self._with_shared(lambda shared: shared.delete(pa.table(arrays)))
 
     def writer(
         self,
@@ -96,10 +103,13 @@ class Table:
 
         With `recover`, also what writers that are gone left in the WAL; that claims their regions.
         """
-        if recover:
-            shared = self._shared_writer()
-            shared.claim_all()
-        for writer in list(self._writers):
+        with self._lock:
+            left, self._left = self._left, set()
+        if recover or left:
+            held = {writer.region_id for writer in self._region_writers()}
+            wanted = (lambda region: region not in held) if recover else left.__contains__
+            self._shared_writer().claim_all(wanted)
+        for writer in self._tracked():
             if not writer.closed:
                 writer.flush()
 
@@ -109,6 +119,8 @@ class Table:
             shared, self._shared = self._shared, None
         if shared is not None:
             shared.close(flush=False)
+            with self._lock:
+                self._left.update(writer.region_id for writer in shared.region_writers())
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -183,12 +195,28 @@ class Table:
                 self._shared = self._track(TableWriter(self._base, config, reclaim=True))
             return self._shared
 
+    def _with_shared(self, work: Callable[[TableWriter], int]) -> int:
+        """Run `work` on the shared writer, on the next one if another thread closes it first."""
+        for _ in range(_REOPEN_ATTEMPTS):
+            writer = self._shared_writer()
+            try:
+                return work(writer)
+            except WriterClosed:
+                if not writer.closed:
+                    raise
+        raise WriterClosed(f"{self.uri}: the writer is closed again and again by other threads")
+
     def _track(self, writer: TableWriter) -> TableWriter:
-        self._writers.add(writer)
+        with self._tracking:
+            self._writers.add(writer)
         return writer
 
+    def _tracked(self) -> list[TableWriter]:
+        with self._tracking:
+            return list(self._writers)
+
     def _region_writers(self) -> list[RegionWriter]:
-        writers = [writer for writer in list(self._writers) if not writer.closed]
+        writers = [writer for writer in self._tracked() if not writer.released]
         return [region for writer in writers for region in writer.region_writers()]
 
 
@@ -197,5 +225,5 @@ def _region_id(region: str | uuid.UUID | None) -> uuid.UUID | None:
         return region
     try:
         return uuid.UUID(region)
-    except ValueError as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise InvalidInput(f"{region!r} is not a region id; it must be a UUID") from error

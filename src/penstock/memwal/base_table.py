@@ -17,10 +17,16 @@ from dataclasses import dataclass
 import lance
 from lance.lance import _Session as Session
 
-from penstock.errors import Corruption, NotATable, ObjectExists, ObjectNotFound
+from penstock.errors import (
+    Corruption,
+    NotATable,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+)
 from penstock.index.base import IndexSpec, load_index_specs
 from penstock.memwal import names
-from penstock.memwal.flush import FlushTarget
+from penstock.memwal.flush import FlushTarget, check_field_ids
 from penstock.memwal.index_details import INDEX_NAME, MemWalIndexDetails, read_details
 from penstock.memwal.shape import TableShape
 from penstock.storage.objects import ObjectStore
@@ -96,6 +102,7 @@ class BaseTable:
         return [spec for spec in specs if spec.name in maintained]
 
     def flush_target(self, base: BaseSnapshot) -> FlushTarget:
+        check_field_ids(base.shape.wal_schema)
         return FlushTarget(
             store=self.store,
             storage_options=self.storage_options,
@@ -119,9 +126,12 @@ class BaseTable:
 
     def _read_table_id(self) -> uuid.UUID:
         data = bytes(self.store.get(_TABLE_KEY).data)
+        if bytes(self.store.get(_TABLE_KEY).data) != data:
+            # A wrong digit would send rows to regions that nobody else finds.
+            raise StorageError(f"{self.uri}/{_TABLE_KEY}: two reads of it differ; try again")
         try:
             return uuid.UUID(json.loads(data)["table_id"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Corruption(
                 f"{self.uri}/{_TABLE_KEY} is damaged ({error}); restore it from a copy, the "
                 "table's regions are named after it"

@@ -20,7 +20,12 @@ from lance.bitmap import Bitmap
 from lance.dataset import Index as LanceIndex
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.index.base import IndexSpec, create_like, load_index_specs
+from penstock.index.base import (
+    SYSTEM_INDEX_PREFIX,
+    IndexSpec,
+    create_like,
+    load_index_specs,
+)
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 
 VECTOR_KINDS = ("ivf_flat", "ivf_pq", "ivf_sq")
@@ -30,6 +35,8 @@ SCALAR_KINDS: dict[str, Literal["INVERTED", "BTREE", "BITMAP"]] = {
     "bitmap": "BITMAP",
 }
 METRICS = ("l2", "cosine", "dot")
+_COUNT_OPTIONS = ("num_partitions", "num_sub_vectors", "num_bits", "sample_rate")
+_VECTOR_OPTIONS = ("metric", *_COUNT_OPTIONS)
 _PQ_TRAINING_ROWS = 256
 _SAMPLE_ROWS = 65_536
 
@@ -48,17 +55,23 @@ def create_index(
     schema = base.shape.schema
     if column not in schema.names:
         raise InvalidInput(f"no column {column!r}; the table has {', '.join(schema.names)}")
+    known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS])
+    if not isinstance(kind, str) or kind.lower() not in (*VECTOR_KINDS, *SCALAR_KINDS):
+        raise InvalidInput(f"unknown index kind {kind!r}; there are: {known}")
     kind = kind.lower()
-    chosen = name or f"{column}_idx"
+    chosen = f"{column}_idx" if name is None else name
+    if not isinstance(chosen, str) or not chosen or chosen.startswith(SYSTEM_INDEX_PREFIX):
+        raise InvalidInput(
+            f"{chosen!r} cannot name an index; names are not empty, and those that begin with "
+            f"{SYSTEM_INDEX_PREFIX!r} are Lance's own"
+        )
+    _check_options(kind, options)
     dataset = base.dataset
     try:
         if kind in SCALAR_KINDS:
             dataset.create_scalar_index(column, SCALAR_KINDS[kind], name=chosen, **options)
-        elif kind in VECTOR_KINDS:
-            _create_vector(table, base, column, kind, chosen, live, dict(options))
         else:
-            known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS])
-            raise InvalidInput(f"unknown index kind {kind!r}; there are: {known}")
+            _create_vector(table, base, column, kind, chosen, live, dict(options))
     except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         if isinstance(error, PenstockError):
             raise
@@ -69,6 +82,25 @@ def create_index(
         table.store.sync("_indices")
     table.store.sync("_versions")
     return chosen
+
+
+def _check_options(kind: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that Lance would overlook; those of a text index it checks itself."""
+    if kind == "fts":
+        return
+    allowed = _VECTOR_OPTIONS if kind in VECTOR_KINDS else ()
+    unknown = sorted(set(options) - set(allowed))
+    if unknown:
+        raise InvalidInput(
+            f"{kind} index: unknown option {', '.join(unknown)}; "
+            f"there are: {', '.join(allowed) or 'none'}"
+        )
+    for name in _COUNT_OPTIONS:
+        count = options.get(name, 1)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InvalidInput(
+                f"{kind} index: {name} must be a positive whole number, not {count!r}"
+            )
 
 
 def _create_vector(

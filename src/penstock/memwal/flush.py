@@ -20,7 +20,7 @@ import lance
 import numpy as np
 import pyarrow as pa
 
-from penstock.errors import PenstockError
+from penstock.errors import NotATable
 from penstock.index.base import IndexSpec, create_like
 from penstock.index.bloom import BloomFilter, pk_hashes
 from penstock.index.primary_key import key_array, newest_rows, one_chunk, write_pk_index
@@ -93,7 +93,7 @@ def _write_rows(
     else:
         rows = rows.cast(schema)
     dataset = lance.write_dataset(
-        rows,
+        _aligned(rows),
         uri,
         mode="create",
         max_rows_per_file=_ONE_FILE_ROWS,
@@ -104,6 +104,36 @@ def _write_rows(
     if gaps:
         dataset.drop_columns(gaps)
     return dataset
+
+
+def check_field_ids(wal_schema: pa.Schema) -> None:
+    """Refuse a table whose rows could be logged but never flushed."""
+    _with_field_ids(wal_schema)
+
+
+def _aligned(rows: pa.Table) -> pa.Table:
+    """The rows with 16-byte values where Rust expects them.
+
+    Rows of the WAL lie in memory as they do in Arrow's IPC format, at multiples of 8 bytes. Lance
+    panics when it is given a decimal at an odd one.
+    """
+    for ordinal, field in enumerate(rows.schema):
+        if _is_wide(field.type):
+            column = rows.column(ordinal)
+            # Joining is what copies; an empty piece makes it join even a single chunk.
+            empty = pa.array([], field.type)
+            rows = rows.set_column(ordinal, field, pa.concat_arrays([*column.chunks, empty]))
+    return rows
+
+
+def _is_wide(value_type: pa.DataType) -> bool:
+    """Whether a value, or a value inside it, takes 16 bytes or more in one piece."""
+    if value_type.num_fields:
+        return any(_is_wide(value_type.field(n).type) for n in range(value_type.num_fields))
+    if pa.types.is_fixed_size_binary(value_type):
+        return False
+    view = pa.types.is_string_view(value_type) or pa.types.is_binary_view(value_type)
+    return bool(view or pa.types.is_decimal(value_type) or pa.types.is_interval(value_type))
 
 
 def _with_field_ids(schema: pa.Schema) -> tuple[pa.Schema, list[str]]:
@@ -120,9 +150,10 @@ def _with_field_ids(schema: pa.Schema) -> tuple[pa.Schema, list[str]]:
         stored = metadata.pop(FIELD_ID, None)
         wanted = next_id if stored is None else int(stored)
         if wanted < next_id:
-            raise PenstockError(
+            raise NotATable(
                 f"column {field.name!r} has field id {wanted} where at least {next_id} was "
-                "expected; the table's columns are not in the order of their ids"
+                "expected: the type of a column before it was changed, or a member added to it. "
+                "Generations cannot have such ids; rewrite the table with lance.write_dataset"
             )
         while next_id < wanted:
             gaps.append(f"_penstock_gap_{next_id}")

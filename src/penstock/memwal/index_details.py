@@ -204,6 +204,8 @@ def _manifest_names(version: int) -> tuple[str, str]:
 
 
 def _section(data: bytes, at: int) -> bytes:
+    if at + 4 > len(data):
+        raise ValueError(f"a section at {at} lies past the end")
     (length,) = struct.unpack_from("<I", data, at)
     if at + 4 + length > len(data):
         raise ValueError(f"a section of {length} bytes at {at} runs past the end")

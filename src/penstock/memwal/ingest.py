@@ -8,7 +8,8 @@ column, the row where it helps, and what was expected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def keys_to_arrays(keys: Any, shape: TableShape) -> dict[str, pa.Array]:
             "create it with primary_key=… to get and delete by key"
         )
     frame = isinstance(keys, pa.RecordBatch | pa.Table) or _is_frame(keys)
+    frame = frame and not hasattr(keys, "dtype")  # a series is a list of keys
     if not frame and (isinstance(keys, str | bytes) or not hasattr(keys, "__iter__")):
         raise InvalidInput(f"keys must be a list of keys, not {keys!r}; write [{keys!r}]")
     if frame and not isinstance(keys, pa.Array | pa.ChunkedArray):
@@ -79,10 +81,7 @@ def _key_columns(keys: list[Any], shape: TableShape) -> list[pa.Array]:
     for ordinal, name in enumerate(columns):
         kind = shape.schema.field(name).type
         values = [row[ordinal] for row in rows]
-        try:
-            arrays.append(pa.array(values, kind))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, TypeError) as error:
-            raise InvalidInput(f"key column {name!r} is {kind}: {error}") from error
+        arrays.append(_python_array(f"key column {name!r}", values, kind))
     return arrays
 
 
@@ -105,7 +104,10 @@ def _to_table(data: Any, schema: pa.Schema) -> pa.Table:
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise InvalidInput(f"the frame cannot be read: {error}") from error
     if hasattr(data, "__arrow_c_stream__"):
-        return pa.table(data)
+        try:
+            return pa.table(data)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            raise InvalidInput(f"the {type(data).__name__} has no rows: {error}") from error
     raise InvalidInput(
         f"rows of type {type(data).__name__} are not understood; pass Arrow data, a pandas or "
         "polars frame, or a list of dicts"
@@ -122,13 +124,37 @@ def _rows_to_table(rows: Sequence[Any], schema: pa.Schema) -> pa.Table:
     arrays = []
     for field in schema:
         values = [row.get(field.name) for row in rows]
-        try:
-            arrays.append(pa.array(values, field.type, from_pandas=False))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, TypeError) as error:
-            raise InvalidInput(
-                f"column {field.name!r} is {field.type}, which a value does not fit: {error}"
-            ) from error
+        arrays.append(_python_array(f"column {field.name!r}", values, field.type))
     return pa.Table.from_arrays(arrays, names=schema.names)
+
+
+def _python_array(what: str, values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Python values as an array of that type, or of a wider one that a checked cast narrows."""
+    misfit = _misfit(values, kind)
+    if misfit is not None:
+        raise InvalidInput(f"{what} is {kind}, which the value {misfit!r} does not fit")
+    narrow = pa.types.is_floating(kind) and kind != pa.float64()
+    try:
+        return pa.array(values, pa.float64() if narrow else kind, from_pandas=False)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, TypeError) as error:
+        raise InvalidInput(f"{what} is {kind}, which a value does not fit: {error}") from error
+
+
+def _misfit(values: Iterable[Any], kind: pa.DataType) -> Any:
+    """A value that Arrow would take and cut short: a fraction, a member no struct has."""
+    t = pa.types
+    if t.is_integer(kind) or t.is_temporal(kind):
+        return next((v for v in values if isinstance(v, float | np.floating | Decimal)), None)
+    if t.is_struct(kind):
+        members = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+        rows = [v for v in values if isinstance(v, Mapping)]
+        unknown = next((row for row in rows if not row.keys() <= members.keys()), None)
+        found = (_misfit([row.get(n) for row in rows], of) for n, of in members.items())
+        return unknown if unknown is not None else next((v for v in found if v is not None), None)
+    nested = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+    if nested and not t.is_floating(kind.value_type):
+        return _misfit([v for row in values if row is not None for v in row], kind.value_type)
+    return None
 
 
 def _refuse_columns(unknown: list[str], schema: pa.Schema, row: int | None = None) -> None:
@@ -173,6 +199,13 @@ def _cast(name: str, column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> p
         raise InvalidInput(
             f"column {name!r} is {kind}, and the data ({column.type}) does not fit: {error}"
         ) from error
+    if pa.types.is_floating(kind) and pc.any(pc.is_inf(cast)).as_py():
+        overflow = pc.and_(pc.is_inf(cast), pc.is_finite(column))
+        if pc.any(overflow).as_py():
+            row = pc.index(overflow, True).as_py()
+            raise InvalidInput(
+                f"column {name!r} is {kind}, and {column[row]} in row {row} is too large for it"
+            )
     return cast
 
 

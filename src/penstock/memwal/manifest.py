@@ -94,6 +94,9 @@ class RegionManifest:
         identity = bytes(message.region_id.uuid)
         if len(identity) != 16:
             raise Corruption(f"{key} has a region id of {len(identity)} bytes; {_REMEDY}")
+        owner = key.split("/")[-3:-2]
+        if owner and owner != [str(uuid.UUID(bytes=identity))]:
+            raise Corruption(f"{key} is of region {uuid.UUID(bytes=identity)}; {_REMEDY}")
         named = names.from_bitrev(key.rsplit("/", 1)[-1].removesuffix(".binpb"))
         if named is not None and named != message.version:
             raise Corruption(f"{key} says it is version {message.version}; {_REMEDY}")

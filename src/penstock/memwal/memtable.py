@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -119,14 +120,25 @@ class MemTable:
     def rows(self) -> int:
         return self._rows
 
-    def find(self, key: Any) -> pa.RecordBatch | None:
-        """The newest row with that key, as a batch of one row (a tombstone included)."""
+    def find(self, key: Any, rows: int | None = None) -> pa.RecordBatch | None:
+        """The newest row with that key, as a batch of one row (a tombstone included).
+
+        With `rows`, the newest among the first so many.
+        """
         with self._lock:
             row = self._newest.get(key)
             if row is None:
                 return None
-            at = bisect_right(self._starts, row) - 1
-            return self._batches[at].slice(row - self._starts[at], 1)
+            if rows is None or row < rows:
+                at = bisect_right(self._starts, row) - 1
+                return self._batches[at].slice(row - self._starts[at], 1)
+        # Written again since the rows were counted, which the map knows nothing of.
+        table = self.table(rows)
+        keys = key_array(table, self.shape.key_columns)
+        found = pc.index_in(pa.array([key], keys.type), keys.take(_reversed(len(keys))))[0].as_py()
+        if found is None:
+            return None
+        return table.slice(table.num_rows - 1 - found, 1).combine_chunks().to_batches()[0]
 
     def table(self, rows: int | None = None) -> pa.Table:
         """The first `rows` rows (all by default), in order, tombstones included."""
@@ -153,6 +165,10 @@ def prepare_rows(
     keys = python_keys(key_array(batch, shape.key_columns)) if shape.key_columns else None
     deltas = indexes.encode(batch, pool) if indexed and indexes else None
     return PreparedRows(batch, size_bytes, keys, deltas)
+
+
+def _reversed(rows: int) -> pa.Array:
+    return pa.array(np.arange(rows - 1, -1, -1))
 
 
 def live_rows(table: pa.Table) -> pa.Table:

@@ -159,7 +159,12 @@ def bind(
     spec_id: int,
 ) -> RegionSpec:
     """Check a spec against a table and resolve its columns to field ids."""
-    parts = [by] if isinstance(by, RegionBy) else list(by)
+    given = list(by) if isinstance(by, list | tuple) else [by]
+    parts = [part for part in given if isinstance(part, RegionBy)]
+    if len(parts) != len(given):
+        raise InvalidInput(
+            f"regions must be bucket(…), identity(…) and the like, or a list of them, not {by!r}"
+        )
     if not _is_count(spec_id) or not 1 <= spec_id < 1 << 32:
         raise InvalidInput(f"region spec id is {spec_id!r}; it must be from 1 to 2**32-1")
     if not parts:

@@ -51,10 +51,24 @@ def load_manifests(store: ObjectStore, seams: Seams) -> list[RegionManifest]:
     return [manifest for manifest in loaded if manifest is not None]
 
 
+def _check_key_decides(base: BaseTable, spec: RegionSpec) -> None:
+    """Lance makes specs that `bind` would refuse: two versions of a row in two regions."""
+    shape = base.snapshot().shape
+    sources = {shape.columns_by_id.get(source) for f in spec.fields for source in f.source_ids}
+    outside = sorted(name for name in sources if name and name not in shape.key_columns)
+    if shape.key_columns and outside:
+        raise InvalidInput(
+            f"{base.uri} divides its rows by {outside}, which is not part of the primary key "
+            f"{list(shape.key_columns)}, so the newest version of a row could not be told; "
+            "divide it anew with set_regions(…), or write to a region by id: writer(region=…)"
+        )
+
+
 class RegionRouter:
     """From region values to the region, for one spec of a table."""
 
     def __init__(self, base: BaseTable, spec: RegionSpec, known: Sequence[RegionManifest]) -> None:
+        _check_key_decides(base, spec)
         self.spec = spec
         self._table_id = base.table_id()
         self.unsharded = [field.transform for field in spec.fields] == ["unsharded"]

@@ -59,7 +59,7 @@ class TableShape:
 
     def align(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """A batch read from a WAL entry of any age, in today's shape."""
-        if batch.schema.equals(self.wal_schema):
+        if batch.schema.equals(self.wal_schema) and _ids(batch.schema) == _ids(self.wal_schema):
             return batch
         by_id: dict[bytes, int] = {}
         by_name: dict[str, int] = {}
@@ -82,6 +82,11 @@ class TableShape:
             else:
                 columns.append(pa.nulls(batch.num_rows, field.type))
         return pa.RecordBatch.from_arrays(columns, schema=self.wal_schema)
+
+
+def _ids(schema: pa.Schema) -> list[bytes | None]:
+    """Field ids of the columns: a name alone may be that of a column dropped and added again."""
+    return [(field.metadata or {}).get(FIELD_ID) for field in schema]
 
 
 _READY_ROWS = 8192

@@ -5,6 +5,10 @@ parallel, and the call returns when all of them are acknowledged; it is atomic p
 across regions. Small upserts that arrive together are joined into one, so that many threads with
 a row each cost little more than one thread. A background thread sees to what is due by time.
 
+A change of the region spec is noticed when a region turns out to be sealed, or to belong to a spec
+that was replaced. Regions of older specs are then flushed and sealed before any row goes to a
+newer one, and the rows that found no place are routed again.
+
 With `reclaim`, a region that another process has taken is claimed again and the rows that were
 not acknowledged are sent again. Whether the lost entry had landed is looked up first, so a table
 without a primary key gets no row twice.
@@ -15,9 +19,10 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -27,6 +32,7 @@ import pyarrow as pa
 from penstock import metrics
 from penstock.errors import (
     AmbiguousWrite,
+    ClaimContention,
     Fenced,
     InvalidInput,
     PenstockError,
@@ -36,7 +42,7 @@ from penstock.errors import (
 )
 from penstock.memwal import transforms
 from penstock.memwal.base_table import BaseTable
-from penstock.memwal.claim import RegionIdentity, claim_region
+from penstock.memwal.claim import ClaimedRegion, RegionIdentity, claim_region
 from penstock.memwal.commit_queue import CommitQueue, QueueItem
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.flush import flush_memtable
@@ -86,7 +92,14 @@ class TableWriter:
         self._lock = threading.Lock()
         self._opening: dict[uuid.UUID, threading.Lock] = {}
         self._writers: dict[uuid.UUID, RegionWriter] = {}
+        self._past_stats: Counter[str] = Counter()
+        self._ticking: set[uuid.UUID] = set()
+        self._router: RegionRouter | None = None
+        self._loading = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._calls = 0
         self._closed = False
+        self._released = False
         self._small: CommitQueue[_SmallUpsert] = CommitQueue(
             _take_all, self._upsert_together, base.seams.clock
         )
@@ -109,7 +122,6 @@ class TableWriter:
         self.shape = self._snapshot.shape
         self._columns_by_id = self.shape.columns_by_id
         self._target = self._base.flush_target(self._snapshot)
-        self._router: RegionRouter | None = None
         if self._region_id is not None:
             return
         spec = self._snapshot.details.current_spec
@@ -165,27 +177,43 @@ class TableWriter:
         return self._write(self.shape.tombstones(arrays))
 
     def _write(self, rows: pa.RecordBatch) -> int:
-        if self._closed:
-            raise WriterClosed(f"the writer of {self._base.uri} is closed; open a new one")
-        if not rows.num_rows:
-            return 0
-        for attempt in range(_ROUTE_ATTEMPTS):
-            try:
-                self._write_parts(self._route(rows))
-                return int(rows.num_rows)
-            except RegionSealed:
-                # The table got a new region spec. With a key, sending rows again is harmless;
-                # without one, a part that was written already must not be repeated.
-                if attempt + 1 == _ROUTE_ATTEMPTS or not self.shape.key_columns:
-                    raise
-                self._reload()
-        return 0
+        with self._call():
+            if not rows.num_rows:
+                return 0
+            waiting = rows
+            for attempt in range(_ROUTE_ATTEMPTS):
+                router = self._router
+                sealed = self._write_parts(self._route(router, waiting))
+                if not sealed:
+                    break
+                if attempt + 1 == _ROUTE_ATTEMPTS:
+                    raise sealed[0][0]
+                # The table got a new region spec. What other regions took stays there.
+                self._reload(router)
+                waiting = pa.concat_batches([self.shape.align(part) for _, part in sealed])
+            return int(rows.num_rows)
 
-    def _route(self, rows: pa.RecordBatch) -> list[tuple[RegionIdentity, pa.RecordBatch]]:
-        if self._router is None:
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call under way: `close` waits for it, and none begins after `close`."""
+        with self._idle:
+            if self._closed:
+                raise WriterClosed(f"the writer of {self._base.uri} is closed; open a new one")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._calls -= 1
+                if self._closed:
+                    self._idle.notify_all()
+
+    def _route(
+        self, router: RegionRouter | None, rows: pa.RecordBatch
+    ) -> list[tuple[RegionIdentity, pa.RecordBatch]]:
+        if router is None:
             assert self._region_id is not None
             return [(RegionIdentity(self._region_id, self._manual_spec_id()), rows)]
-        router = self._router
         if router.unsharded:
             return [(router.identity((0,)), rows)]
         groups = transforms.group(router.spec, rows, self._columns_by_id)
@@ -199,39 +227,79 @@ class TableWriter:
         spec = self._snapshot.details.current_spec
         return spec.spec_id if spec is not None else 0
 
-    def _write_parts(self, parts: Sequence[tuple[RegionIdentity, pa.RecordBatch]]) -> None:
+    def _write_parts(
+        self, parts: Sequence[tuple[RegionIdentity, pa.RecordBatch]]
+    ) -> list[tuple[RegionSealed, pa.RecordBatch]]:
+        """Write each part to its region; returns those whose region takes no more rows."""
         if len(parts) == 1:
-            self._write_region(*parts[0])
-            return
+            try:
+                self._write_region(*parts[0])
+            except RegionSealed as error:
+                return [(error, parts[0][1])]
+            return []
+        for identity, rows in parts:
+            # Before any region takes a row, so that a refusal changes nothing.
+            size_bytes = pa.ipc.get_record_batch_size(rows)
+            if size_bytes > self.config.max_batch_bytes:
+                raise InvalidInput(
+                    f"{rows.num_rows} rows of {size_bytes} bytes for region {identity.region_id} "
+                    f"are more than max_batch_bytes = {self.config.max_batch_bytes}; "
+                    "send fewer rows at once"
+                )
         with self._lock:
             if self._write_pool is None:
                 self._write_pool = ThreadPoolExecutor(_WRITE_THREADS, "penstock-write")
             pool = self._write_pool
         futures = [pool.submit(self._write_region, *part) for part in parts]
-        errors = [error for error in (future.exception() for future in futures) if error]
+        outcomes = [future.exception() for future in futures]
+        sealed = [
+            (error, rows)
+            for error, (_, rows) in zip(outcomes, parts, strict=True)
+            if isinstance(error, RegionSealed)
+        ]
+        errors = [e for e in outcomes if e is not None and not isinstance(e, RegionSealed)]
         if errors:
-            done = len(parts) - len(errors)
+            done = outcomes.count(None)
             errors[0].add_note(f"the rows of {done} of {len(parts)} regions were acknowledged")
             raise errors[0]
+        return sealed
 
     def _write_region(self, identity: RegionIdentity, rows: pa.RecordBatch) -> None:
+        last: PenstockError | None = None
         for attempt in range(_RECLAIM_ATTEMPTS):
-            writer = self._region(identity)
+            writer: RegionWriter | None = None
             try:
-                writer.write(rows)
+                writer = self._region(identity)
+                writer.write(rows if writer.shape is self.shape else writer.shape.align(rows))
                 return
-            except Fenced as error:
-                if not self._reclaim or attempt + 1 == _RECLAIM_ATTEMPTS:
+            except (Fenced, ClaimContention) as error:
+                # Of a writer that wrote, or of a claim that lost against another.
+                if not self._reclaim:
                     raise
-                self._forget(writer)
-                if error.entry is not None and self._landed(identity, *error.entry):
-                    return
-                pause_ms = self._base.seams.entropy.uniform(0, min(20.0 * (attempt + 1), 500.0))
-                self._base.seams.clock.sleep_ms(pause_ms)
+                last = error
+                if writer is not None:
+                    self._forget(writer)
+                    entry = error.entry if isinstance(error, Fenced) else None
+                    if entry is not None and self._landed(identity, *entry):
+                        return
+                self._pause(attempt)
             except WriterPoisoned:
-                if self._reclaim:
+                if self._reclaim and writer is not None:
                     self._forget(writer)
                 raise
+            except WriterClosed as error:
+                if self._closed:
+                    raise
+                # Another thread retires the region, because the spec changed: let it finish.
+                last = error
+                with self._loading:
+                    pass
+        assert last is not None
+        raise last
+
+    def _pause(self, attempt: int) -> None:
+        pause_ms = self._base.seams.entropy.uniform(0, min(20.0 * (attempt + 1), 500.0))
+        self._base.seams.clock.sleep_ms(pause_ms)
 
     def _landed(self, identity: RegionIdentity, position: int, write_id: bytes) -> bool:
         """Whether the entry of a fenced write is in the log that its successor replayed."""
@@ -241,10 +309,10 @@ class TableWriter:
         manifest = manifest_chain(store, identity.region_id, seams).latest()
         entry = Wal(store, identity.region_id, seams).read(position)
         covered = manifest.replay_after_wal_entry_position if manifest is not None else 0
-        if entry is not None and position > covered:
-            return entry.write_id == write_id
-        if entry is None and position > covered:
+        if entry is not None and entry.write_id != write_id:
             return False
+        if position > covered:
+            return entry is not None
         raise AmbiguousWrite(
             f"region {identity.region_id}: WAL entry {position} was fenced and cleaned up before "
             "its fate could be seen; the table has no key, so look whether the rows are there "
@@ -255,34 +323,50 @@ class TableWriter:
 
     def flush(self) -> None:
         """Bring everything written so far into generations."""
-        self._each(RegionWriter.flush)
+        with self._call():
+            self._each(lambda writer: self._unless_taken(writer, writer.flush))
 
-    def claim_all(self) -> None:
-        """Claim every region that has rows in its WAL."""
-        for manifest in load_manifests(self._base.store, self._base.seams):
-            covered = manifest.replay_after_wal_entry_position
-            wal = Wal(self._base.store, manifest.region_id, self._base.seams)
-            if manifest.status is RegionStatus.ACTIVE and wal.exists(covered + 1):
-                self._region(RegionIdentity(manifest.region_id, manifest.region_spec_id))
+    def claim_all(self, wanted: Callable[[uuid.UUID], bool] = lambda _: True) -> None:
+        """Claim every region that has rows in its WAL, of those that are wanted."""
+        with self._call():
+            for manifest in load_manifests(self._base.store, self._base.seams):
+                covered = manifest.replay_after_wal_entry_position
+                wal = Wal(self._base.store, manifest.region_id, self._base.seams)
+                active = manifest.status is RegionStatus.ACTIVE
+                if active and wanted(manifest.region_id) and wal.exists(covered + 1):
+                    self._region(RegionIdentity(manifest.region_id, manifest.region_spec_id))
 
     def close(self, *, flush: bool | None = None) -> None:
         """Finish what was begun and let the regions go."""
-        with self._lock:
+        with self._idle:
             if self._closed:
                 return
             self._closed = True
+            while self._calls:
+                self._idle.wait(1.0)
         self._stop.set()
         try:
-            self._each(lambda writer: writer.close(flush=flush))
+            self._each(lambda writer: self._unless_taken(writer, lambda: writer.close(flush=flush)))
         finally:
             if self._write_pool is not None:
                 self._write_pool.shutdown(wait=True)
             self._encode_pool.shutdown(wait=True)
             self._flush_pool.shutdown(wait=True)
+            self._released = True
+
+    def _unless_taken(self, writer: RegionWriter, work: Callable[[], None]) -> None:
+        """With `reclaim`, a region that was taken is its new owner's, who has replayed our rows."""
+        try:
+            work()
+        except Fenced:
+            if not self._reclaim:
+                raise
+            self._forget(writer)
 
     def abandon(self) -> None:
         """Let go of everything without another byte written, as a crash would."""
         self._closed = True
+        self._released = True
         self._stop.set()
         for writer in self.region_writers():
             writer.abandon()
@@ -299,14 +383,20 @@ class TableWriter:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def released(self) -> bool:
+        """Closed, and nothing left in memory."""
+        return self._released
+
     def stats(self) -> dict[str, int]:
         """What this writer has done, over all regions it has claimed."""
-        total = asdict(WriterStats())
-        for writer in self.region_writers():
-            for name, value in asdict(writer.stats).items():
-                total[name] += value
-        total["regions"] = len(self._writers)
-        return total
+        with self._lock:
+            total = Counter(asdict(WriterStats()))
+            total.update(self._past_stats)
+            for writer in self._writers.values():
+                total.update(asdict(writer.stats))
+            total["regions"] = len(self._writers)
+        return dict(total)
 
     def __enter__(self) -> TableWriter:
         return self
@@ -326,8 +416,18 @@ class TableWriter:
             error.add_note(f"and closing the writer failed: {second}")
 
     def tick(self) -> None:
+        """See to what is due by time, in the background."""
         for writer in self.region_writers():
-            self._flush_pool.submit(writer.tick)
+            with self._lock:
+                if writer.region_id in self._ticking:
+                    continue  # the last one still waits for a thread
+                self._ticking.add(writer.region_id)
+            self._flush_pool.submit(self._tick, writer)
+
+    def _tick(self, writer: RegionWriter) -> None:
+        with self._lock:
+            self._ticking.discard(writer.region_id)
+        writer.tick()
 
     def _tick_seconds(self) -> float:
         if self.config.durable:
@@ -367,11 +467,11 @@ class TableWriter:
                     self._writers[identity.region_id] = writer
             return writer
 
-    def _open(self, identity: RegionIdentity) -> RegionWriter:
+    def _open(self, identity: RegionIdentity, *, retiring: bool = False) -> RegionWriter:
         base = self._base
         region = claim_region(base.store, identity, base.seams)
-        if region.created and self._router is not None:
-            self._check_spec(region.manifest)
+        if self._region_id is None and not retiring:
+            self._check_spec(region)
         target = self._target
         return RegionWriter(
             region,
@@ -384,51 +484,78 @@ class TableWriter:
             seams=base.seams,
         )
 
-    def _check_spec(self, created: RegionManifest) -> None:
-        """A region made under a spec that was replaced meanwhile must never take rows.
+    def _check_spec(self, region: ClaimedRegion) -> None:
+        """A region of a spec that was replaced must never take rows again.
 
         Whoever changes the spec commits it first and lists regions afterwards. Either the listing
-        saw our region and retires it, or our look at the spec, which comes after the region was
-        created, sees the new one.
+        saw our region and retires it, or our look at the spec, which comes after the claim, sees
+        the new one. Also when the region was there: whoever made it may not have come to look.
         """
         found = read_details(self._base.store, self._base.dataset().version)
         spec = found[0].current_spec if found else None
-        if spec is not None and spec.spec_id != created.region_spec_id:
-            self._seal(created)
-            raise RegionSealed(f"region {created.region_id} belongs to a spec that was replaced")
+        if spec is not None and spec.spec_id > region.manifest.region_spec_id:
+            if region.created:
+                self._seal(region.region_id, region.manifest.writer_epoch)
+            raise RegionSealed(f"region {region.region_id} belongs to a spec that was replaced")
 
     def _retire(self, manifest: RegionManifest) -> None:
         """Flush and seal a region of an older spec, so that newer regions outrank it."""
-        if manifest.status is RegionStatus.SEALED:
-            return
         identity = RegionIdentity(manifest.region_id, manifest.region_spec_id)
-        try:
-            writer = self._open(identity)
-        except RegionSealed:
-            return
-        writer.flush()
-        self._seal(writer.manifest)
-        writer.abandon()
+        last: PenstockError | None = None
+        for attempt in range(_RECLAIM_ATTEMPTS):
+            held = self._writers.get(manifest.region_id)
+            if held is not None and held.failure is not None:
+                held = None
+            if held is None and manifest.status is RegionStatus.SEALED:
+                return
+            try:
+                writer = held or self._open(identity, retiring=True)
+                writer.close(flush=True)
+                self._seal(manifest.region_id, writer.epoch)
+                self._drop(writer)
+                return
+            except RegionSealed:
+                return
+            except (Fenced, ClaimContention) as error:
+                # Another process retires it too. A writer of our own may have held rows that
+                # were in no log: who asked to be told of that is told.
+                if held is not None and held.failure is not None and not self._reclaim:
+                    raise
+                last = error
+                if held is not None:
+                    self._drop(held)
+                self._pause(attempt)
+        assert last is not None
+        raise last
 
-    def _seal(self, manifest: RegionManifest) -> None:
-        chain = manifest_chain(self._base.store, manifest.region_id, self._base.seams)
+    def _seal(self, region_id: uuid.UUID, epoch: int) -> None:
+        chain = manifest_chain(self._base.store, region_id, self._base.seams)
         chain.update(
-            manifest.writer_epoch,
+            epoch,
             lambda current: current.next(status=RegionStatus.SEALED),
             landed=lambda current: current.status is RegionStatus.SEALED,
         )
 
-    def _forget(self, writer: RegionWriter) -> None:
+    def _drop(self, writer: RegionWriter) -> None:
         with self._lock:
             if self._writers.get(writer.region_id) is writer:
                 del self._writers[writer.region_id]
+                self._past_stats.update(asdict(writer.stats))
+
+    def _forget(self, writer: RegionWriter) -> None:
+        self._drop(writer)
         writer.abandon()
 
-    def _reload(self) -> None:
-        for writer in self.region_writers():
-            if writer.failure is not None:
-                self._forget(writer)
-        self._load()
+    def _reload(self, stale: RegionRouter | None) -> None:
+        """Take up the table's new state, unless another thread has done so."""
+        with self._loading:
+            if self._router is not stale:
+                return
+            if self._reclaim:
+                for writer in self.region_writers():
+                    if writer.failure is not None:
+                        self._forget(writer)
+            self._load()
 
 
 def _keep_house(
@@ -441,5 +568,8 @@ def _keep_house(
         try:
             writer.tick()
         except RuntimeError:
-            return  # the pool was shut down: the writer is closing
+            if writer.closed:
+                return  # and its pool is shut down
+            # No thread to be had at the moment; the next round may have better luck.
+            metrics.missed_ticks.inc()
         del writer

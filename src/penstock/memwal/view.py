@@ -21,7 +21,13 @@ import lance
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import Corruption, Fenced, PenstockError, WriterClosed
+from penstock.errors import (
+    Corruption,
+    Fenced,
+    PenstockError,
+    WriterClosed,
+    WriterPoisoned,
+)
 from penstock.index.primary_key import (
     PkIndexReader,
     key_array,
@@ -131,7 +137,7 @@ class View:
         missing = []
         hits = []
         for key in python_keys(wanted):
-            hit = memtable.find(key)
+            hit = memtable.find(key, rows)
             if hit is None:
                 missing.append(key)
             else:
@@ -147,15 +153,20 @@ class View:
         if not len(wanted):
             return wanted
         uri = self._generation_uri(region.manifest.region_id, generation)
-        reader = self._opened(generation, lambda: PkIndexReader(uri, self._table.storage_options))
-        rows = reader.newest_many(wanted)
-        hits = rows >= 0
-        if not hits.any():
-            return wanted
-        dataset = self._open_generation(region.manifest.region_id, generation)
-        taken = dataset._take_rows(rows[hits].tolist())
-        found.append(self._aligned(dataset, taken))
-        return wanted.filter(pa.array(~hits))
+
+        def look_up() -> pa.Array:
+            rows = PkIndexReader(uri, self._table.storage_options).newest_many(wanted)
+            hits = rows >= 0
+            if not hits.any():
+                return wanted
+            dataset = lance.dataset(uri, storage_options=self._table.storage_options)
+            taken = dataset._take_rows(rows[hits].tolist())
+            if taken.num_rows != hits.sum():
+                raise ValueError(f"{hits.sum()} rows are indexed and {taken.num_rows} are there")
+            found.append(self._aligned(dataset, taken))
+            return wanted.filter(pa.array(~hits))
+
+        return self._read_generation(generation, look_up)
 
     def _find_in_base(self, wanted: pa.Array) -> pa.Table:
         columns = list(self.shape.key_columns)
@@ -176,22 +187,21 @@ class View:
     def _generation_uri(self, region_id: uuid.UUID, generation: FlushedGeneration) -> str:
         return f"{self._table.uri.rstrip('/')}/{names.region_dir(region_id)}/{generation.path}"
 
-    def _open_generation(
-        self, region_id: uuid.UUID, generation: FlushedGeneration
-    ) -> lance.LanceDataset:
-        uri = self._generation_uri(region_id, generation)
-        options = self._table.storage_options
-        return self._opened(generation, lambda: lance.dataset(uri, storage_options=options))
-
-    def _opened(self, generation: FlushedGeneration, opener: Callable[[], T]) -> T:
+    def _read_generation(self, generation: FlushedGeneration, work: Callable[[], T]) -> T:
+        """Clean-up may take a generation away before it is opened, or while it is read."""
         try:
-            return opener()
-        except (OSError, ValueError, PenstockError) as error:
-            raise _StaleView(f"generation {generation.path} cannot be opened: {error}") from error
+            return work()
+        except (OSError, ValueError, RuntimeError, PenstockError) as error:
+            raise _StaleView(f"generation {generation.path} cannot be read: {error}") from error
 
     def _generation_rows(self, region_id: uuid.UUID, generation: FlushedGeneration) -> pa.Table:
-        dataset = self._open_generation(region_id, generation)
-        return self._aligned(dataset, dataset.to_table())
+        uri = self._generation_uri(region_id, generation)
+
+        def scan() -> pa.Table:
+            dataset = lance.dataset(uri, storage_options=self._table.storage_options)
+            return self._aligned(dataset, dataset.to_table())
+
+        return self._read_generation(generation, scan)
 
     def _aligned(self, dataset: lance.LanceDataset, rows: pa.Table) -> pa.Table:
         ids = {field.name(): field.id() for field in dataset.lance_schema.fields()}
@@ -225,35 +235,44 @@ def read(
 def take_view(table: BaseTable, writers: Iterable[RegionWriter]) -> View:
     """A view of everything acknowledged before this call."""
     base = table.snapshot()
-    live = {writer.region_id: writer for writer in writers if writer.failure is None}
+    usable = [writer for writer in writers if writer.failure is None]
+    # Of two writers of a region in this process the one that claimed it last counts.
+    live = {w.region_id: w for w in sorted(usable, key=lambda writer: writer.epoch)}
     regions = []
     for region_id in list_region_ids(table.store):
-        region = _region_view(table, base, region_id, live.get(region_id))
-        if region is not None:
-            regions.append(region)
+        regions.append(_region_view(table, base, region_id, live.get(region_id)))
     return View(table, base, regions)
 
 
 def _region_view(
     table: BaseTable, base: BaseSnapshot, region_id: uuid.UUID, writer: RegionWriter | None
-) -> RegionView | None:
+) -> RegionView:
     if writer is not None:
         try:
             writer.verify()
             snapshot = writer.snapshot()
             return _checked(base, snapshot.manifest, snapshot.memtables)
-        except (Fenced, WriterClosed):
+        except (Fenced, WriterClosed, WriterPoisoned):
             pass  # not ours any more: read it as any other process would
     chain = manifest_chain(table.store, region_id, table.seams)
     for _ in range(_VIEW_ATTEMPTS):
         manifest = chain.latest()
         if manifest is None:
-            return None
+            raise _StaleView(f"region {region_id} has files but no manifest")
         tail = _read_tail(table, base.shape, manifest)
         # What was flushed while the tail was read may be missing from both: look again.
-        if chain.is_latest(manifest.version):
+        if chain.is_latest(manifest.version) or _same_rows(manifest, chain.latest()):
             return _checked(base, manifest, ((tail, tail.rows),) if tail.rows else ())
     raise _StaleView(f"region {region_id} keeps changing while it is read")
+
+
+def _same_rows(before: RegionManifest, now: RegionManifest | None) -> bool:
+    """Whether only the owner changed, so that the WAL behind both begins at the same entry."""
+    return now is not None and (
+        now.replay_after_wal_entry_position == before.replay_after_wal_entry_position
+        and now.current_generation == before.current_generation
+        and now.flushed_generations == before.flushed_generations
+    )
 
 
 def _checked(

@@ -47,6 +47,9 @@ _FENCE_MOVES = 10_000
 _READ_AHEAD_ENTRIES = 16
 _READ_AHEAD_THREADS = 4
 
+_READ_OPTIONS = pa.ipc.IpcReadOptions(ensure_alignment=pa.ipc.Alignment.DataTypeSpecific)
+"""An answer of a remote store begins anywhere in memory, and Lance panics at values that do."""
+
 
 @dataclass(frozen=True, slots=True)
 class WalEntry:
@@ -116,7 +119,7 @@ def decode_entry(data: memoryview | bytes, position: int, key: str) -> WalEntry:
                 "the entry is damaged, restore it from a copy"
             )
     try:
-        reader = pa.ipc.open_stream(pa.py_buffer(view))
+        reader = pa.ipc.open_stream(pa.py_buffer(view), options=_READ_OPTIONS)
         metadata = reader.schema.metadata or {}
         epoch = int(metadata[b"writer_epoch"])
         generation = int(metadata.get(b"generation", b"0"))
@@ -186,6 +189,10 @@ class Wal:
         A former owner may still land entries before us: each such entry moves the fence on,
         and is replayed because it lies before it. Behind the fence nobody else can write.
         """
+        last = self.read(after)
+        if last is not None and last.writer_epoch > epoch:
+            # A later claim has fenced already: our fence would land where its owner writes next.
+            self._refuse(after, names.wal_key(self._region_id, after), last, epoch)
         write_id = self._seams.entropy.token_bytes(16)
         parts = encode_fence(epoch, write_id)
         position = after + 1

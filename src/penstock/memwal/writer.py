@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -66,11 +67,13 @@ class _Kind(Enum):
 class _Item(QueueItem):
     """Rows, a freeze, or a barrier that only waits for what came before it."""
 
-    __slots__ = ("kind", "logged", "memtable", "size_bytes")
+    __slots__ = ("kind", "last", "logged", "memtable", "size_bytes")
 
-    def __init__(self, kind: _Kind) -> None:
+    def __init__(self, kind: _Kind, *, last: bool = False) -> None:
         super().__init__()
         self.kind = kind
+        self.last = last
+        """Nothing is taken after it: the writer closes."""
         self.size_bytes = 0
         self.logged: _LoggedRows | None = None
         self.memtable: MemTable | None = None
@@ -142,15 +145,18 @@ class RegionWriter:
         self._changed = threading.Condition(self._lock)
         self._flushing = threading.Lock()
         self._queue: CommitQueue[_Item] = CommitQueue(
-            self._take_group, self._write_group, seams.clock
+            self._take_group, self._write_group, seams.clock, self._interrupted
         )
         self._queued_bytes = 0
         self._buffered_since_ms: float | None = None
+        self._drain_due = False
         self._frozen: list[MemTable] = []
         self._failure: PenstockError | None = None
         self._closed = False
+        self._released = False
         self._active = self._new_memtable(self._manifest.current_generation, indexes)
-        self._head = self._schema_message(self._active)
+        self._head = (self._active, self._schema_message(self._active))
+        _alive.add(self)
         self._replay(region)
 
     # --- writing ---------------------------------------------------------------------------
@@ -205,16 +211,19 @@ class RegionWriter:
             if self._closed:
                 return
             self._closed = True
-        if self._failure is None:
-            if self.config.flush_on_close if flush is None else flush:
-                self._queue_freeze()
-            else:
-                self._queue.run(_Item(_Kind.BARRIER))
-            self._await_flushes()
-        failure = self._failure
-        self._release()
-        if failure is not None:
-            raise self._failure_error()
+            self._changed.notify_all()
+        try:
+            if self._failure is None:
+                if self.config.flush_on_close if flush is None else flush:
+                    self._queue_freeze(last=True)
+                else:
+                    self._queue.run(_Item(_Kind.BARRIER, last=True))
+                self._await_flushes()
+            if self._failure is not None:
+                raise self._failure_error()
+        finally:
+            self._queue.fail(self._closed_error)
+            self._release()
 
     def abandon(self) -> None:
         """Let go without another byte written, as a crash would."""
@@ -228,7 +237,7 @@ class RegionWriter:
     def snapshot(self) -> RegionSnapshot:
         """All MemTables and the manifest behind them, as of one moment."""
         with self._lock:
-            self._check_usable()
+            self._check_usable(closed_is_fine=not self._released)
             # A look at the store may have brought the manifest of a flush that is just finishing.
             unlisted = self._manifest.current_generation
             memtables = [m for m in (*self._frozen, self._active) if m.generation >= unlisted]
@@ -272,7 +281,9 @@ class RegionWriter:
     @property
     def unflushed_bytes(self) -> int:
         frozen_bytes = sum(memtable.size_bytes for memtable in self._frozen)
-        return self._queued_bytes + self._active.size_bytes + frozen_bytes
+        # Rows that are not durable are in a MemTable while they wait for the log.
+        queued_bytes = self._queued_bytes if self.config.durable else 0
+        return queued_bytes + self._active.size_bytes + frozen_bytes
 
     # --- group commit ----------------------------------------------------------------------
 
@@ -303,6 +314,9 @@ class RegionWriter:
                 self._write_entry(group, position, write_id)
             elif group[0].kind is _Kind.FREEZE:
                 self._freeze_reached(group[0])
+            if group[0].last:
+                # A write that raced the close is refused, not written behind its back.
+                self._queue.fail(self._closed_error)
         except PenstockError as error:
             self._fail(error)
             for item in group:
@@ -315,15 +329,24 @@ class RegionWriter:
                 item.error = self._failure_error()
             raise
 
+    def _interrupted(self, error: BaseException) -> None:
+        """A group was taken from the queue and not finished: memory may be ahead of the log."""
+        self._fail(WriterPoisoned(f"region {self.region_id}: {error!r}"))
+
     def _write_entry(self, group: list[_Item], position: int, write_id: bytes) -> None:
         target = group[0].memtable or self._active
-        head = self._head if target is self._active else self._schema_message(target)
+        owner, head = self._head
+        if owner is not target:
+            head = self._schema_message(target)
         forms = [item.logged for item in group if item.logged is not None]
         parts = wal_format.encode_entry(head, [form.body for form in forms], write_id)
         self._wal.append(position, parts, write_id, self.epoch)
-        if self._clock.monotonic_ms() - self._verified_ms > self.config.fence_window_ms:
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._verified_ms > self.config.fence_window_ms:
             self.verify()
         self._next_position = position + 1
+        if not target.rows:
+            target.created_ms = now_ms
         rows = logged_bytes = 0
         for form in forms:
             rows += form.rows.batch.num_rows
@@ -354,6 +377,8 @@ class RegionWriter:
             self._check_usable()
             self._await_room(item.size_bytes)
             item.memtable = self._active
+            if not self._active.rows:
+                self._active.created_ms = self._clock.monotonic_ms()
             self._active.append(item.logged.rows)
             self._queued_bytes += item.size_bytes
             self._queue.submit(item)
@@ -362,14 +387,25 @@ class RegionWriter:
             full = self._is_full(self._active)
             if full:
                 self._queue.submit(self._rotate_buffered())
-            drain = full or self._queued_bytes >= self.config.wal_buffer_bytes
-        if drain:
-            self._executor.submit(self.drain)
+            if full or self._queued_bytes >= self.config.wal_buffer_bytes:
+                self._start_drain()
+
+    def _start_drain(self) -> None:
+        if not self._drain_due:
+            self._drain_due = True
+            self._executor.submit(self._drain_in_background)
+
+    def _drain_in_background(self) -> None:
+        self._drain_due = False
+        self.drain()
 
     def drain(self) -> None:
         """Write what is buffered to the WAL, unless somebody is at it already."""
         self._buffered_since_ms = None
         self._queue.drain()
+        if len(self._queue):
+            # Somebody else leads, and stops when its own item is done: look again.
+            self._buffered_since_ms = self._clock.monotonic_ms()
 
     def tick(self) -> None:
         """Called now and then: writes a buffer that has waited, freezes a MemTable that is old."""
@@ -398,12 +434,14 @@ class RegionWriter:
             or memtable.size_bytes >= self.config.max_memtable_bytes
         )
 
-    def _queue_freeze(self) -> None:
-        item = _Item(_Kind.FREEZE)
-        if not self.config.durable:
-            with self._changed:
-                item = self._rotate_buffered() if self._active.rows else _Item(_Kind.BARRIER)
-        self._queue.run(item)
+    def _queue_freeze(self, *, last: bool = False) -> None:
+        if self.config.durable:
+            self._queue.run(_Item(_Kind.FREEZE, last=last))
+            return
+        with self._changed:
+            if self._active.rows:
+                self._queue.submit(self._rotate_buffered())
+        self._queue.run(_Item(_Kind.BARRIER, last=last))
 
     def _freeze_reached(self, item: _Item) -> None:
         """The leader has come to a freeze: all rows before it are durable."""
@@ -418,7 +456,7 @@ class RegionWriter:
         self._active.sealed = sealed
         self._frozen.append(self._active)
         self._active = self._successor()
-        self._head = self._schema_message(self._active)
+        self._head = (self._active, self._schema_message(self._active))
 
     def _start_flush(self) -> None:
         if self._frozen:
@@ -436,8 +474,9 @@ class RegionWriter:
                     self._flush_one(oldest)
                 except PenstockError as error:
                     self._fail(error)
-                except Exception as error:
-                    # Nobody waits for this thread: the failure has to stop the writer.
+                except BaseException as error:
+                    # Nobody looks at this thread's result: the failure has to stop the writer.
+                    # A panic in Lance is no Exception.
                     self._fail(WriterPoisoned(f"region {self.region_id}: flush: {error!r}"))
 
     def _flush_one(self, memtable: MemTable) -> None:
@@ -493,8 +532,10 @@ class RegionWriter:
         )
 
     def _await_flushes(self) -> None:
+        """Wait until what is frozen now is flushed, whatever is frozen meanwhile."""
         with self._changed:
-            while self._frozen and self._failure is None:
+            last = self._frozen[-1].generation if self._frozen else 0
+            while self._frozen and self._frozen[0].generation <= last and self._failure is None:
                 self._changed.wait(1.0)
 
     # --- state -----------------------------------------------------------------------------
@@ -525,11 +566,12 @@ class RegionWriter:
                     self._active.append(rows)
                     self.stats.replayed_rows += batch.num_rows
             self._active.last_position = entry.position
+        # Only now: a generation must not be flushed while an entry behind it bears its number or a
+        # lower one, because whoever recovers after us would take that entry for flushed.
+        with self._changed:
             if self._is_full(self._active):
-                with self._changed:
-                    self._rotate()
-                    self._start_flush()
-                    self._await_room(0)
+                self._rotate()
+                self._start_flush()
 
     def _await_room(self, more_bytes: int) -> None:
         """Wait, with the lock held, until unflushed rows leave room for more."""
@@ -541,7 +583,7 @@ class RegionWriter:
             return
         self.stats.back_pressure_waits += 1
         metrics.back_pressure_waits.inc()
-        self._executor.submit(self.drain)
+        self._start_drain()
         deadline_ms = self._clock.monotonic_ms() + self.config.back_pressure_timeout_ms
         while (
             self.unflushed_bytes + more_bytes > limit_bytes
@@ -555,13 +597,16 @@ class RegionWriter:
                     f"{self.config.back_pressure_timeout_ms} ms; write more slowly or raise it"
                 )
             self._changed.wait(min(left_ms, 1000.0) / 1000)
-            self._check_usable(closed_is_fine=True)
+            self._check_usable()
 
     def _check_usable(self, *, closed_is_fine: bool = False) -> None:
         if self._failure is not None:
             raise self._failure_error()
         if self._closed and not closed_is_fine:
-            raise WriterClosed(f"the writer of region {self.region_id} is closed; open a new one")
+            raise self._closed_error()
+
+    def _closed_error(self) -> PenstockError:
+        return WriterClosed(f"the writer of region {self.region_id} is closed; open a new one")
 
     def _failure_error(self) -> PenstockError:
         """What every call from now on is told."""
@@ -587,6 +632,7 @@ class RegionWriter:
 
     def _release(self) -> None:
         with self._changed:
+            self._released = True
             self._frozen = []
             self._active = self._successor()
             self._changed.notify_all()
@@ -598,3 +644,13 @@ def _write_ids(seams: Seams) -> Iterator[bytes]:
     while True:
         number += 1
         yield prefix + number.to_bytes(8, "big")
+
+
+_alive: weakref.WeakSet[RegionWriter] = weakref.WeakSet()
+
+
+def _memtable_bytes() -> float:
+    return float(sum(w.unflushed_bytes - w._queued_bytes for w in list(_alive)))
+
+
+metrics.memtable_bytes.set_function(_memtable_bytes)

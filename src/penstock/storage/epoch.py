@@ -108,7 +108,7 @@ class VersionedObject(Generic[T]):
         last_error: StorageError | None = None
         for _ in self._seams.attempts():
             try:
-                current = self.latest()
+                current = self._latest_to_change()
                 candidate = first() if current is None else next_owner(current)
                 self._put(candidate)
             except StorageError as error:
@@ -135,7 +135,7 @@ class VersionedObject(Generic[T]):
         last_error: StorageError | None = None
         for _ in self._seams.attempts():
             try:
-                current = self.latest()
+                current = self._latest_to_change()
             except StorageError as error:
                 last_error = error
                 continue
@@ -170,6 +170,22 @@ class VersionedObject(Generic[T]):
             )
 
     # --- details ---------------------------------------------------------------------------
+
+    def _latest_to_change(self) -> T | None:
+        """The newest version, read twice.
+
+        Versions carry no checksum, and what is read here goes into every version to come: a bit
+        that was wrong only in passing would stay wrong for good.
+        """
+        current = self.latest()
+        if current is not None:
+            again = self._get(current.version)
+            if again is None or self._encode(again) != self._encode(current):
+                raise StorageError(
+                    f"{self.name}: two reads of version {current.version} differ; the store or "
+                    "the way to it damages data, try again"
+                )
+        return current
 
     def _put(self, value: T) -> None:
         self._store.put_if_absent(self._key(value.version), self._encode(value))
