@@ -76,7 +76,7 @@ def claim_region(store: ObjectStore, identity: RegionIdentity, seams: Seams) -> 
         next_position = FIRST_POSITION
     else:
         tip = wal.tip(max(covered, manifest.wal_entry_position_last_seen))
-        next_position = wal.fence(tip, manifest.writer_epoch) + 1
+        next_position = wal.fence(tip, manifest.writer_epoch, covered) + 1
     return ClaimedRegion(
         region_id=identity.region_id,
         manifest=manifest,

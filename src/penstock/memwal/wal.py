@@ -183,13 +183,15 @@ class Wal:
             f"{key} could not be written in {self._seams.backoff.attempts} attempts: {failure}"
         )
 
-    def fence(self, after: int, epoch: int) -> int:
+    def fence(self, after: int, epoch: int, covered: int = 0) -> int:
         """Occupy the first free position behind `after` with a fence; returns the position.
+
+        Entries up to `covered` were flushed before the claim, and are not looked at.
 
         A former owner may still land entries before us: each such entry moves the fence on,
         and is replayed because it lies before it. Behind the fence nobody else can write.
         """
-        last = self.read(after)
+        last = self.read(after) if after > covered else None
         if last is not None and last.writer_epoch > epoch:
             # A later claim has fenced already: our fence would land where its owner writes next.
             self._refuse(after, names.wal_key(self._region_id, after), last, epoch)
