@@ -52,7 +52,8 @@ from penstock.memwal.live_indexes import LiveIndexes
 from penstock.memwal.manifest import RegionManifest, RegionStatus, manifest_chain
 from penstock.memwal.regions import RegionRouter, load_manifests
 from penstock.memwal.wal import Wal
-from penstock.memwal.writer import RegionWriter, WriterStats
+from penstock.memwal.write_items import WriterStats
+from penstock.memwal.writer import RegionWriter
 
 _FLUSH_THREADS = 2
 _WRITE_THREADS = 8

@@ -26,8 +26,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from enum import Enum
 
 import pyarrow as pa
 
@@ -43,12 +41,20 @@ from penstock.errors import (
 )
 from penstock.memwal import wal as wal_format
 from penstock.memwal.claim import ClaimedRegion
-from penstock.memwal.commit_queue import CommitQueue, QueueItem
+from penstock.memwal.commit_queue import CommitQueue
 from penstock.memwal.config import WriterConfig
+from penstock.memwal.flusher import Flusher
 from penstock.memwal.live_indexes import LiveIndexes
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest
-from penstock.memwal.memtable import MemTable, PreparedRows, prepare_rows
+from penstock.memwal.memtable import MemTable, prepare_rows
 from penstock.memwal.shape import TableShape
+from penstock.memwal.write_items import (
+    Kind,
+    LoggedRows,
+    RegionSnapshot,
+    WriteItem,
+    WriterStats,
+)
 from penstock.storage.seams import Seams
 
 _BODY_POOL = pa.system_memory_pool()
@@ -56,60 +62,6 @@ _BODY_POOL = pa.system_memory_pool()
 
 _MAX_GROUP_WRITES = 1024
 _MAX_QUEUED_WRITES = 65_536
-
-
-class _Kind(Enum):
-    ROWS = "rows"
-    FREEZE = "freeze"
-    BARRIER = "barrier"
-
-
-class _Item(QueueItem):
-    """Rows, a freeze, or a barrier that only waits for what came before it."""
-
-    __slots__ = ("kind", "last", "logged", "memtable", "size_bytes")
-
-    def __init__(self, kind: _Kind, *, last: bool = False) -> None:
-        super().__init__()
-        self.kind = kind
-        self.last = last
-        """Nothing is taken after it: the writer closes."""
-        self.size_bytes = 0
-        self.logged: _LoggedRows | None = None
-        self.memtable: MemTable | None = None
-        """Set when the rows are in it already, or when it is the one being frozen."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LoggedRows:
-    """Rows ready for the log and the MemTable: the bytes, and the same bytes as a batch."""
-
-    body: pa.Buffer
-    rows: PreparedRows
-
-
-@dataclass(slots=True)
-class WriterStats:
-    """What one region writer has done since its claim."""
-
-    writes: int = 0
-    rows: int = 0
-    wal_entries: int = 0
-    wal_bytes: int = 0
-    replayed_entries: int = 0
-    replayed_rows: int = 0
-    flushes: int = 0
-    flushed_rows: int = 0
-    flush_failures: int = 0
-    back_pressure_waits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RegionSnapshot:
-    """What a region holds at one moment: MemTables, oldest first, behind the manifest."""
-
-    manifest: RegionManifest
-    memtables: tuple[tuple[MemTable, int], ...] = ()
 
 
 class RegionWriter:
@@ -137,14 +89,14 @@ class RegionWriter:
         self._manifest = region.manifest
         self._verified_ms = region.verified_ms
         self._next_position = region.next_position
-        self._flush_memtable = flush
+        self._flusher = Flusher(region, flush, self.stats, seams)
         self._executor = executor
         self._encode_pool = encode_pool
         self._write_ids = _write_ids(seams)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._flushing = threading.Lock()
-        self._queue: CommitQueue[_Item] = CommitQueue(
+        self._queue: CommitQueue[WriteItem] = CommitQueue(
             self._take_group, self._write_group, seams.clock, self._interrupted
         )
         self._queued_bytes = 0
@@ -163,7 +115,7 @@ class RegionWriter:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Write rows in WAL shape; returns when they are as safe as the configuration says."""
-        item = _Item(_Kind.ROWS)
+        item = WriteItem(Kind.ROWS)
         body = batch.serialize(memory_pool=_BODY_POOL)
         item.size_bytes = body.size
         if item.size_bytes > self.config.max_batch_bytes:
@@ -182,7 +134,7 @@ class RegionWriter:
             indexed=self.config.indexed,
             pool=self._encode_pool,
         )
-        item.logged = _LoggedRows(body, rows)
+        item.logged = LoggedRows(body, rows)
         if not self.config.durable:
             self._buffer(item)
             return
@@ -217,7 +169,7 @@ class RegionWriter:
                 if self.config.flush_on_close if flush is None else flush:
                     self._queue_freeze(last=True)
                 else:
-                    self._queue.run(_Item(_Kind.BARRIER, last=True))
+                    self._queue.run(WriteItem(Kind.BARRIER, last=True))
                 self._await_flushes()
             if self._failure is not None:
                 raise self._failure_error()
@@ -287,13 +239,13 @@ class RegionWriter:
 
     # --- group commit ----------------------------------------------------------------------
 
-    def _take_group(self, waiting: deque[_Item]) -> list[_Item]:
+    def _take_group(self, waiting: deque[WriteItem]) -> list[WriteItem]:
         """The next items that fit into one entry; a freeze or barrier stands alone."""
-        group: list[_Item] = []
+        group: list[WriteItem] = []
         taken_bytes = 0
         while waiting and len(group) < _MAX_GROUP_WRITES:
             item = waiting[0]
-            if item.kind is not _Kind.ROWS:
+            if item.kind is not Kind.ROWS:
                 if not group:
                     group.append(waiting.popleft())
                 break
@@ -304,15 +256,15 @@ class RegionWriter:
             group.append(waiting.popleft())
         return group
 
-    def _write_group(self, group: list[_Item]) -> None:
+    def _write_group(self, group: list[WriteItem]) -> None:
         write_id = next(self._write_ids)
         position = self._next_position
         try:
             if self._failure is not None:
                 raise self._failure_error()
-            if group[0].kind is _Kind.ROWS:
+            if group[0].kind is Kind.ROWS:
                 self._write_entry(group, position, write_id)
-            elif group[0].kind is _Kind.FREEZE:
+            elif group[0].kind is Kind.FREEZE:
                 self._freeze_reached(group[0])
             if group[0].last:
                 # A write that raced the close is refused, not written behind its back.
@@ -333,7 +285,7 @@ class RegionWriter:
         """A group was taken from the queue and not finished: memory may be ahead of the log."""
         self._fail(WriterPoisoned(f"region {self.region_id}: {error!r}"))
 
-    def _write_entry(self, group: list[_Item], position: int, write_id: bytes) -> None:
+    def _write_entry(self, group: list[WriteItem], position: int, write_id: bytes) -> None:
         target = group[0].memtable or self._active
         owner, head = self._head
         if owner is not target:
@@ -370,7 +322,7 @@ class RegionWriter:
 
     # --- writes that are not durable -------------------------------------------------------
 
-    def _buffer(self, item: _Item) -> None:
+    def _buffer(self, item: WriteItem) -> None:
         """Append to the MemTable at once; the WAL follows in the background."""
         assert item.logged is not None
         with self._changed:
@@ -419,9 +371,9 @@ class RegionWriter:
         if active.rows and now_ms - active.created_ms > self.config.max_memtable_age_ms:
             self._queue_freeze()
 
-    def _rotate_buffered(self) -> _Item:
+    def _rotate_buffered(self) -> WriteItem:
         """Change MemTables now; the item says when all rows of the old one are durable."""
-        item = _Item(_Kind.FREEZE)
+        item = WriteItem(Kind.FREEZE)
         item.memtable = self._active
         self._rotate(sealed=False)
         return item
@@ -436,14 +388,14 @@ class RegionWriter:
 
     def _queue_freeze(self, *, last: bool = False) -> None:
         if self.config.durable:
-            self._queue.run(_Item(_Kind.FREEZE, last=last))
+            self._queue.run(WriteItem(Kind.FREEZE, last=last))
             return
         with self._changed:
             if self._active.rows:
                 self._queue.submit(self._rotate_buffered())
-        self._queue.run(_Item(_Kind.BARRIER, last=last))
+        self._queue.run(WriteItem(Kind.BARRIER, last=last))
 
-    def _freeze_reached(self, item: _Item) -> None:
+    def _freeze_reached(self, item: WriteItem) -> None:
         """The leader has come to a freeze: all rows before it are durable."""
         with self._changed:
             if item.memtable is not None:
@@ -480,56 +432,14 @@ class RegionWriter:
                     self._fail(WriterPoisoned(f"region {self.region_id}: flush: {error!r}"))
 
     def _flush_one(self, memtable: MemTable) -> None:
-        last: Exception | None = None
-        flushed: FlushedGeneration | None = None
-        for _ in self._seams.attempts():
-            if self._failure is not None:
-                return
-            try:
-                flushed = self._flush_memtable(memtable)
-                break
-            except Exception as error:  # Lance raises OSError, RuntimeError and ValueError alike
-                last = error
-                self.stats.flush_failures += 1
-                metrics.flush_failures.inc()
-        if flushed is None:
-            raise WriterPoisoned(
-                f"region {self.region_id}: generation {memtable.generation} could not be flushed "
-                f"({last}); its rows are safe in the WAL, open a new writer to try again"
-            ) from last
-        manifest = self._publish(memtable, flushed)
+        manifest = self._flusher.flush(memtable, lambda: self._failure is not None)
+        if manifest is None:
+            return
         with self._changed:
             if manifest.version > self._manifest.version:
                 self._manifest = manifest
             self._frozen.remove(memtable)
-            self.stats.flushes += 1
-            self.stats.flushed_rows += memtable.rows
             self._changed.notify_all()
-        metrics.flushes.inc()
-
-    def _publish(self, memtable: MemTable, flushed: FlushedGeneration) -> RegionManifest:
-        """Enter a generation into the manifest, and with it the replay position."""
-
-        def change(current: RegionManifest) -> RegionManifest:
-            if current.current_generation != memtable.generation:
-                raise WriterPoisoned(
-                    f"region {self.region_id}: generation {memtable.generation} cannot be next, "
-                    f"the manifest expects {current.current_generation}"
-                )
-            return current.next(
-                current_generation=memtable.generation + 1,
-                replay_after_wal_entry_position=memtable.last_position,
-                wal_entry_position_last_seen=max(
-                    current.wal_entry_position_last_seen, memtable.last_position
-                ),
-                flushed_generations=(*current.flushed_generations, flushed),
-            )
-
-        return self._chain.update(
-            self.epoch,
-            change,
-            landed=lambda m: any(g.path == flushed.path for g in m.flushed_generations),
-        )
 
     def _await_flushes(self) -> None:
         """Wait until what is frozen now is flushed, whatever is frozen meanwhile."""
