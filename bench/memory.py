@@ -1,6 +1,6 @@
 """Is memory flat over a long run? Writes through many flushes and watches the resident set.
 
-    python -m bench.memory [--rows N] [--dir DIR]
+python -m bench.memory [--rows N] [--dir DIR]
 """
 
 from __future__ import annotations
