@@ -34,8 +34,9 @@ format: setup ## format and fix what can be fixed
 	@$(PYTHON_ENV) -m ruff check --fix .
 	@$(PYTHON_ENV) -m ruff format .
 
-bench: setup ## the write benchmark against Lance's own writer
+bench: setup ## the benchmarks: write path against Lance, memory over a long run
 	@$(PYTHON_ENV) -m bench.write
+	@$(PYTHON_ENV) -m bench.memory
 
 soak: setup ## the long tests: hundreds of kills and races
 	@$(PYTEST) -q -m soak --timeout=3600 --durations=10
