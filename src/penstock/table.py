@@ -12,21 +12,26 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from penstock.errors import InvalidInput, WriterClosed
 from penstock.memwal import create_index as index_creation
-from penstock.memwal import view
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.index_details import MemWalIndexDetails, commit_details
 from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
+from penstock.memwal.lookup import get_many
 from penstock.memwal.region_spec import RegionBy, bind
+from penstock.memwal.scan import count_view, scan_view
 from penstock.memwal.status import TableStatus, table_status
 from penstock.memwal.table_writer import TableWriter
+from penstock.memwal.view import Reader, View
 from penstock.memwal.writer import RegionWriter
+
+if TYPE_CHECKING:
+    from penstock.memwal.filters import Filter
 
 Writer = TableWriter
 _REOPEN_ATTEMPTS = 16
@@ -42,6 +47,7 @@ class Table:
         """Regions in whose WAL a shared writer left rows; `flush` still owes them."""
         self._tracking = threading.Lock()
         self._writers: weakref.WeakSet[TableWriter] = weakref.WeakSet()
+        self._reader = Reader(base)
         base.snapshot()
 
     def __repr__(self) -> str:
@@ -133,14 +139,33 @@ class Table:
         """The rows with these keys, those that exist, in no particular order."""
         shape = self._base.snapshot().shape
         arrays = keys_to_arrays(keys, shape)
-        return view.read(self._base, self._region_writers, lambda v: v.get_many(arrays))
+        return self._reader.read(self._region_writers, lambda view: get_many(view, arrays))
 
     def to_arrow(self) -> pa.Table:
         """Every row."""
-        return view.read(self._base, self._region_writers, view.View.to_arrow)
+        return self.scan().read_all()
 
-    def count(self) -> int:
-        return view.read(self._base, self._region_writers, view.View.count)
+    def scan(
+        self,
+        columns: Sequence[str] | None = None,
+        filter: str | None = None,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> pa.RecordBatchReader:
+        """Rows as they are now, streamed: the newest version of each, deleted ones left out.
+
+        `filter` is an SQL condition over the table's columns.
+        """
+        return self._reader.read(
+            self._region_writers,
+            lambda view: scan_view(view, columns, _filter(filter, view), limit, offset),
+        )
+
+    def count(self, filter: str | None = None) -> int:
+        """How many rows there are, or match a filter."""
+        return self._reader.read(
+            self._region_writers, lambda view: count_view(view, _filter(filter, view))
+        )
 
     def status(self) -> TableStatus:
         return table_status(self._base)
@@ -218,6 +243,15 @@ class Table:
     def _region_writers(self) -> list[RegionWriter]:
         writers = [writer for writer in self._tracked() if not writer.released]
         return [region for writer in writers for region in writer.region_writers()]
+
+
+def _filter(sql: str | None, view: View) -> Filter | None:
+    if sql is None:
+        return None
+    # Only here, because loading DataFusion takes longer than many a program runs.
+    from penstock.memwal.filters import Filter
+
+    return Filter.parse(sql, view.shape.schema)
 
 
 def _region_id(region: str | uuid.UUID | None) -> uuid.UUID | None:

@@ -400,6 +400,15 @@ class PkIndexReader:
             newest[asked[hit]] = rows[at[hit]]
         return newest
 
+    def keys_by_row(self) -> pa.Array:
+        """The key of every row, in row order."""
+        everything = self._data.read_all(batch_size=self.num_rows or 1).to_table()
+        keys = one_chunk(everything.column("values"))
+        rows = everything.column("ids").to_numpy().astype(np.int64)
+        places = np.empty(len(rows), dtype=np.int64)
+        places[rows] = np.arange(len(rows))
+        return keys.take(pa.array(places))
+
     def contains_many(self, keys: pa.Array) -> Mask:
         """For each key whether the generation has a row with it."""
         return self.newest_many(keys) >= 0

@@ -27,7 +27,12 @@ from penstock.errors import (
 from penstock.index.base import IndexSpec, load_index_specs
 from penstock.memwal import names
 from penstock.memwal.flush import FlushTarget, check_field_ids
-from penstock.memwal.index_details import INDEX_NAME, MemWalIndexDetails, read_details
+from penstock.memwal.index_details import (
+    INDEX_NAME,
+    MemWalIndexDetails,
+    is_latest_version,
+    read_details,
+)
 from penstock.memwal.shape import TableShape
 from penstock.storage.objects import ObjectStore
 from penstock.storage.seams import Seams
@@ -54,6 +59,7 @@ class BaseTable:
         self._lock = threading.Lock()
         self._specs: tuple[frozenset[str], list[IndexSpec]] | None = None
         self._table_id: uuid.UUID | None = None
+        self._latest: BaseSnapshot | None = None
 
     @property
     def uri(self) -> str:
@@ -74,7 +80,19 @@ class BaseTable:
             ) from error
 
     def snapshot(self, version: int | None = None) -> BaseSnapshot:
-        """A version of the table (the newest by default) with its MemWAL index."""
+        """A version of the table (the newest by default) with its MemWAL index.
+
+        The newest one is opened once, and afterwards only asked for whether it still is.
+        """
+        if version is not None:
+            return self._open_snapshot(version)
+        latest = self._latest
+        if latest is None or not is_latest_version(self.store, latest.version):
+            latest = self._open_snapshot(None)
+            self._latest = latest
+        return latest
+
+    def _open_snapshot(self, version: int | None) -> BaseSnapshot:
         dataset = self.dataset(version)
         found = read_details(self.store, dataset.version)
         if found is None:

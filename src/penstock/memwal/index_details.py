@@ -189,6 +189,18 @@ def read_details(store: ObjectStore, version: int) -> tuple[MemWalIndexDetails, 
     return None
 
 
+def is_latest_version(store: ObjectStore, version: int) -> bool:
+    """Whether a version exists and its successor does not.
+
+    Old versions are removed in ascending order, so a version that is still there after its
+    successor was found missing is the newest.
+    """
+    following = (f"_versions/{name}.manifest" for name in _manifest_names(version + 1))
+    if any(store.exists(key) for key in following):
+        return False
+    return any(store.exists(f"_versions/{name}.manifest") for name in _manifest_names(version))
+
+
 def _manifest_bytes(store: ObjectStore, version: int) -> bytes:
     for name in _manifest_names(version):
         try:

@@ -1,4 +1,4 @@
-"""One consistent view of a table: the base, the generations behind it, and what is in memory.
+"""One consistent view of a table: the base, the generations in front of it, and what is in memory.
 
 A view is taken in one order: the base table first, then each region's manifest, then its newest
 rows. What is merged by the base version is never read from a generation, because it could outrank
@@ -8,50 +8,46 @@ manifests; if clean-up has removed it meanwhile, the view is stale and another o
 Newest rows come from the MemTables of a writer in this process, after its claim was verified, or
 else from the WAL. In a region higher generations win, and later rows within one; between regions
 there is nothing to decide, except that regions of a newer spec outrank those of an older.
+
+Between views a `Reader` keeps what it learnt. Every view asks the store again whether that is
+still the newest: the answer that counts is never older than the request.
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import TypeVar
 
-import lance
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from penstock.errors import (
-    Corruption,
-    Fenced,
-    PenstockError,
-    WriterClosed,
-    WriterPoisoned,
-)
-from penstock.index.primary_key import (
-    PkIndexReader,
-    key_array,
-    newest_rows,
-    python_keys,
-)
-from penstock.memwal import names
+from penstock import metrics
+from penstock.errors import Corruption, Fenced, WriterClosed, WriterPoisoned
+from penstock.index.key_index import NOT_FOUND, KeyIndex
+from penstock.index.primary_key import key_array, key_type
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
+from penstock.memwal.cache import ByteCache
+from penstock.memwal.freshness import Freshness, RowIdSet
 from penstock.memwal.live_indexes import LiveIndexes
-from penstock.memwal.manifest import FlushedGeneration, RegionManifest, manifest_chain
-from penstock.memwal.memtable import MemTable, live_rows, prepare_rows
+from penstock.memwal.manifest import RegionManifest, manifest_chain
+from penstock.memwal.memtable import MemTable, prepare_rows
 from penstock.memwal.regions import list_region_ids
-from penstock.memwal.shape import FIELD_ID, TableShape
-from penstock.memwal.wal import TOMBSTONE, Wal
+from penstock.memwal.shape import TableShape
+from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
+from penstock.memwal.wal import FIRST_POSITION, Wal
 from penstock.memwal.writer import RegionWriter
 
+GENERATION_CACHE_BYTES = 256 << 20
+KEY_INDEX_CACHE_BYTES = 512 << 20
+_KEY_INDEX_BYTES_PER_ROW = 40
 _VIEW_ATTEMPTS = 16
 _NO_INDEXES = LiveIndexes([], pa.schema([]))
 
 T = TypeVar("T")
-
-
-class _StaleView(PenstockError):
-    """Something the view rests on was merged and removed; take another view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,211 +55,202 @@ class RegionView:
     """What a region adds to the base: generations and MemTables, oldest first."""
 
     manifest: RegionManifest
-    generations: tuple[FlushedGeneration, ...]
-    memtables: tuple[tuple[MemTable, int], ...]
+    sources: tuple[FreshSource, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.manifest.region_spec_id
 
 
 class View:
-    def __init__(self, table: BaseTable, base: BaseSnapshot, regions: Sequence[RegionView]) -> None:
+    """Everything a read needs, as of one moment."""
+
+    def __init__(self, reader: Reader, base: BaseSnapshot, regions: Sequence[RegionView]) -> None:
+        self.reader = reader
         self.base = base
         self.shape: TableShape = base.shape
-        self.regions = sorted(regions, key=lambda r: r.manifest.region_spec_id)
-        self._table = table
+        self.regions = sorted(regions, key=lambda region: region.rank)
 
-    # --- scanning --------------------------------------------------------------------------
+    @property
+    def sources(self) -> list[FreshSource]:
+        """Everything in front of the base, in the order in which later ones win."""
+        return [source for region in self.regions for source in region.sources]
 
-    def to_arrow(self) -> pa.Table:
-        """Every live row."""
-        fresh = self.fresh_rows()
-        base = self.base.dataset.to_table().cast(self.shape.schema)
-        if self.shape.key_columns and fresh.num_rows:
-            newer = key_array(fresh, self.shape.key_columns)
-            base = base.filter(pc.invert(self._is_in(base, newer)))
-        added = live_rows(fresh).cast(self.shape.schema)
-        return pa.concat_tables([base, added])
+    @cached_property
+    def freshness(self) -> Freshness:
+        """Which rows in front of the base are the newest of their key."""
+        kind = key_type(self.shape.schema, self.shape.key_columns)
+        return Freshness(self.sources, kind)
 
-    def count(self) -> int:
-        """How many live rows there are."""
-        fresh = self.fresh_rows(columns=self.shape.key_columns)
-        hidden = 0
-        if self.shape.key_columns and fresh.num_rows:
-            newer = key_array(fresh, self.shape.key_columns)
-            for batch in self.base.dataset.to_batches(columns=list(self.shape.key_columns)):
-                hidden += pc.sum(self._is_in(batch, newer)).as_py() or 0
-        added = fresh.num_rows - (pc.sum(fresh.column(TOMBSTONE)).as_py() or 0)
-        return int(self.base.dataset.count_rows() - hidden + added)
+    @cached_property
+    def hidden_base_rows(self) -> RowIdSet | None:
+        """Row ids of base rows that something newer supersedes.
 
-    def fresh_rows(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """The newest row of every key that is not in the base as it is, tombstones included."""
-        schema = self.shape.wal_schema
-        if columns is not None:
-            schema = pa.schema([schema.field(name) for name in [*columns, TOMBSTONE]])
-        tables = [schema.empty_table()]
-        for region in self.regions:
-            for generation in region.generations:
-                rows = self._generation_rows(region.manifest.region_id, generation)
-                tables.append(rows.select(schema.names))
-            for memtable, rows in region.memtables:
-                tables.append(memtable.table(rows).select(schema.names))
-        fresh = pa.concat_tables([table.cast(schema) for table in tables])
-        if not self.shape.key_columns or not fresh.num_rows:
-            return fresh
-        return fresh.filter(pa.array(newest_rows(key_array(fresh, self.shape.key_columns))))
+        None if the base is too large for its keys to be kept in memory; a scan then compares
+        keys as it goes.
+        """
+        distinct = self.freshness.distinct
+        if not len(distinct):
+            return RowIdSet(np.empty(0, dtype=np.uint64))
+        index = self.key_index
+        if index is None:
+            return None
+        found = index.find(distinct)
+        return RowIdSet(found[found != NOT_FOUND])
 
-    def _is_in(self, rows: pa.Table | pa.RecordBatch, keys: pa.Array) -> pa.Array:
-        return pc.is_in(key_array(rows, self.shape.key_columns), value_set=keys)
-
-    # --- looking up ------------------------------------------------------------------------
-
-    def get_many(self, keys: dict[str, pa.Array]) -> pa.Table:
-        """The live rows with these keys, in no particular order, each once."""
-        wanted = key_array(pa.table(keys), self.shape.key_columns)
-        wanted = pc.unique(wanted)
-        found = [self.shape.wal_schema.empty_table()]
-        for region in reversed(self.regions):
-            for memtable, rows in reversed(region.memtables):
-                wanted = self._find_in_memtable(memtable, rows, wanted, found)
-            for generation in reversed(region.generations):
-                wanted = self._find_in_generation(region, generation, wanted, found)
-            if not len(wanted):
-                break
-        fresh = live_rows(pa.concat_tables([t.cast(self.shape.wal_schema) for t in found]))
-        base = self._find_in_base(wanted) if len(wanted) else self.shape.schema.empty_table()
-        return pa.concat_tables([fresh.cast(self.shape.schema), base.cast(self.shape.schema)])
-
-    def _find_in_memtable(
-        self, memtable: MemTable, rows: int, wanted: pa.Array, found: list[pa.Table]
-    ) -> pa.Array:
-        missing = []
-        hits = []
-        for key in python_keys(wanted):
-            hit = memtable.find(key, rows)
-            if hit is None:
-                missing.append(key)
-            else:
-                hits.append(hit)
-        if not hits:
-            return wanted
-        found.append(pa.Table.from_batches(hits))
-        return pa.array(missing, wanted.type)
-
-    def _find_in_generation(
-        self, region: RegionView, generation: FlushedGeneration, wanted: pa.Array, found: list[Any]
-    ) -> pa.Array:
-        if not len(wanted):
-            return wanted
-        uri = self._generation_uri(region.manifest.region_id, generation)
-
-        def look_up() -> pa.Array:
-            rows = PkIndexReader(uri, self._table.storage_options).newest_many(wanted)
-            hits = rows >= 0
-            if not hits.any():
-                return wanted
-            dataset = lance.dataset(uri, storage_options=self._table.storage_options)
-            taken = dataset._take_rows(rows[hits].tolist())
-            if taken.num_rows != hits.sum():
-                raise ValueError(f"{hits.sum()} rows are indexed and {taken.num_rows} are there")
-            found.append(self._aligned(dataset, taken))
-            return wanted.filter(pa.array(~hits))
-
-        return self._read_generation(generation, look_up)
-
-    def _find_in_base(self, wanted: pa.Array) -> pa.Table:
-        columns = list(self.shape.key_columns)
-        if len(columns) == 1 and (
-            pa.types.is_integer(wanted.type) or pa.types.is_string(wanted.type)
-        ):
-            values = ", ".join(_literal(key) for key in wanted.to_pylist())
-            return self.base.dataset.to_table(filter=f"`{columns[0]}` IN ({values})")
-        scanner = self.base.dataset.scanner(columns=columns, with_row_id=True)
-        row_ids: list[int] = []
-        for batch in scanner.to_batches():
-            mask = self._is_in(batch, wanted)
-            row_ids += batch.column("_rowid").filter(mask).to_pylist()
-        return self.base.dataset._take_rows(row_ids)
-
-    # --- generations -----------------------------------------------------------------------
-
-    def _generation_uri(self, region_id: uuid.UUID, generation: FlushedGeneration) -> str:
-        return f"{self._table.uri.rstrip('/')}/{names.region_dir(region_id)}/{generation.path}"
-
-    def _read_generation(self, generation: FlushedGeneration, work: Callable[[], T]) -> T:
-        """Clean-up may take a generation away before it is opened, or while it is read."""
-        try:
-            return work()
-        except (OSError, ValueError, RuntimeError, PenstockError) as error:
-            raise _StaleView(f"generation {generation.path} cannot be read: {error}") from error
-
-    def _generation_rows(self, region_id: uuid.UUID, generation: FlushedGeneration) -> pa.Table:
-        uri = self._generation_uri(region_id, generation)
-
-        def scan() -> pa.Table:
-            dataset = lance.dataset(uri, storage_options=self._table.storage_options)
-            return self._aligned(dataset, dataset.to_table())
-
-        return self._read_generation(generation, scan)
-
-    def _aligned(self, dataset: lance.LanceDataset, rows: pa.Table) -> pa.Table:
-        ids = {field.name(): field.id() for field in dataset.lance_schema.fields()}
-        fields = []
-        for field in rows.schema:
-            metadata = {} if field.name == TOMBSTONE else {FIELD_ID: str(ids[field.name])}
-            fields.append(field.with_metadata(metadata))
-        stamped = rows.cast(pa.schema(fields))
-        batches = [self.shape.align(batch) for batch in stamped.to_batches()]
-        return pa.Table.from_batches(batches, self.shape.wal_schema)
+    @cached_property
+    def key_index(self) -> KeyIndex | None:
+        """The keys of the base in memory, or None if they are too many for the cache."""
+        return self.reader.key_index(self.base)
 
 
-def read(
-    table: BaseTable, writers: Callable[[], Iterable[RegionWriter]], work: Callable[[View], T]
-) -> T:
-    """Run `work` on a fresh view, and again on another if the first went stale under it."""
-    stale: _StaleView | None = None
-    for attempt in table.seams.attempts():
-        try:
-            return work(take_view(table, writers()))
-        except _StaleView as error:
-            stale = error
-            if attempt + 1 >= _VIEW_ATTEMPTS:
-                break
-    raise Corruption(
-        f"{table.uri}: {stale}; it is not merged into the base table, so its rows cannot be read. "
-        "Restore the directory from a copy"
-    ) from stale
+class Reader:
+    """Takes views of one table, and keeps between them what does not change or is checked."""
+
+    def __init__(self, table: BaseTable) -> None:
+        self.table = table
+        self.generations: ByteCache[GenerationSource] = ByteCache(GENERATION_CACHE_BYTES)
+        self.key_indexes: ByteCache[KeyIndex] = ByteCache(KEY_INDEX_CACHE_BYTES)
+        self._tails: dict[uuid.UUID, _Tail] = {}
+        self._lock = threading.Lock()
+
+    def read(
+        self,
+        writers: Callable[[], Iterable[RegionWriter]],
+        work: Callable[[View], T],
+        *,
+        version: int | None = None,
+    ) -> T:
+        """Run `work` on a fresh view, and again on another if the first went stale under it."""
+        stale: StaleView | None = None
+        for attempt in self.table.seams.attempts():
+            try:
+                return work(self.view(writers(), version=version))
+            except StaleView as error:
+                stale = error
+                metrics.stale_views.inc()
+                if attempt + 1 >= _VIEW_ATTEMPTS:
+                    break
+        raise Corruption(
+            f"{self.table.uri}: {stale}; it is not merged into the base table, so its rows cannot "
+            "be read. Restore the directory from a copy"
+        ) from stale
+
+    def view(self, writers: Iterable[RegionWriter], *, version: int | None = None) -> View:
+        """A view of everything acknowledged before this call, on the given version of the base."""
+        base = self.table.snapshot(version)
+        usable = [writer for writer in writers if writer.failure is None]
+        # Of two writers of a region in this process the one that claimed it last counts.
+        live = {w.region_id: w for w in sorted(usable, key=lambda writer: writer.epoch)}
+        regions = [
+            self._region(base, region_id, live.get(region_id))
+            for region_id in list_region_ids(self.table.store)
+        ]
+        return View(self, base, regions)
+
+    def key_index(self, base: BaseSnapshot) -> KeyIndex | None:
+        rows = base.dataset.count_rows()
+        if rows * _KEY_INDEX_BYTES_PER_ROW > self.key_indexes.limit_bytes:
+            return None
+        return self.key_indexes.get(base.version, lambda: _build_key_index(base))
+
+    def _region(
+        self, base: BaseSnapshot, region_id: uuid.UUID, writer: RegionWriter | None
+    ) -> RegionView:
+        if writer is not None:
+            try:
+                writer.verify()
+                snapshot = writer.snapshot()
+                return self._checked(base, snapshot.manifest, snapshot.memtables)
+            except (Fenced, WriterClosed, WriterPoisoned):
+                pass  # not ours any more: read it as any other process would
+        with self._lock:
+            tail = self._tails.setdefault(region_id, _Tail(self.table, region_id))
+        manifest, memtable, rows = tail.read(base.shape)
+        return self._checked(base, manifest, ((memtable, rows),) if rows else ())
+
+    def _checked(
+        self,
+        base: BaseSnapshot,
+        manifest: RegionManifest,
+        memtables: tuple[tuple[MemTable, int], ...],
+    ) -> RegionView:
+        """The unmerged part of a region, all of which must be there."""
+        merged = base.details.merged(manifest.region_id)
+        generations = [g for g in manifest.flushed_generations if g.generation > merged]
+        expected = list(range(merged + 1, manifest.current_generation))
+        if [g.generation for g in generations] != expected:
+            raise StaleView(
+                f"region {manifest.region_id} lists generations "
+                f"{[g.generation for g in generations]} where {expected} are not merged yet"
+            )
+        table = self.table
+        flushed = [
+            self.generations.get(
+                (manifest.region_id, g.path),
+                partial(
+                    GenerationSource, table.store, table.storage_options, manifest.region_id, g
+                ),
+            )
+            for g in generations
+        ]
+        memory = [MemTableSource(m, rows, manifest.region_id) for m, rows in memtables if rows]
+        return RegionView(manifest, (*flushed, *memory))
 
 
-def take_view(table: BaseTable, writers: Iterable[RegionWriter]) -> View:
-    """A view of everything acknowledged before this call."""
-    base = table.snapshot()
-    usable = [writer for writer in writers if writer.failure is None]
-    # Of two writers of a region in this process the one that claimed it last counts.
-    live = {w.region_id: w for w in sorted(usable, key=lambda writer: writer.epoch)}
-    regions = []
-    for region_id in list_region_ids(table.store):
-        regions.append(_region_view(table, base, region_id, live.get(region_id)))
-    return View(table, base, regions)
+class _Tail:
+    """The WAL of a region that another process writes: read once, then only what was added."""
 
+    def __init__(self, table: BaseTable, region_id: uuid.UUID) -> None:
+        self._region_id = region_id
+        self._chain = manifest_chain(table.store, region_id, table.seams)
+        self._wal = Wal(table.store, region_id, table.seams)
+        self._lock = threading.Lock()
+        self._manifest: RegionManifest | None = None
+        self._memtable: MemTable | None = None
+        self._read_to = FIRST_POSITION - 1
 
-def _region_view(
-    table: BaseTable, base: BaseSnapshot, region_id: uuid.UUID, writer: RegionWriter | None
-) -> RegionView:
-    if writer is not None:
-        try:
-            writer.verify()
-            snapshot = writer.snapshot()
-            return _checked(base, snapshot.manifest, snapshot.memtables)
-        except (Fenced, WriterClosed, WriterPoisoned):
-            pass  # not ours any more: read it as any other process would
-    chain = manifest_chain(table.store, region_id, table.seams)
-    for _ in range(_VIEW_ATTEMPTS):
-        manifest = chain.latest()
+    def read(self, shape: TableShape) -> tuple[RegionManifest, MemTable, int]:
+        """The manifest, and the rows behind it that are in no generation."""
+        with self._lock:
+            for _ in range(_VIEW_ATTEMPTS):
+                manifest = self._latest()
+                memtable = self._extend(manifest, shape)
+                # What was flushed while the tail was read may be missing from both: look again.
+                if self._chain.is_latest(manifest.version) or _same_rows(
+                    manifest, self._chain.latest()
+                ):
+                    return manifest, memtable, memtable.rows
+        raise StaleView(f"region {self._region_id} keeps changing while it is read")
+
+    def _latest(self) -> RegionManifest:
+        known = self._manifest
+        if known is not None and self._chain.is_latest(known.version):
+            return known
+        manifest = self._chain.latest()
         if manifest is None:
-            raise _StaleView(f"region {region_id} has files but no manifest")
-        tail = _read_tail(table, base.shape, manifest)
-        # What was flushed while the tail was read may be missing from both: look again.
-        if chain.is_latest(manifest.version) or _same_rows(manifest, chain.latest()):
-            return _checked(base, manifest, ((tail, tail.rows),) if tail.rows else ())
-    raise _StaleView(f"region {region_id} keeps changing while it is read")
+            raise StaleView(f"region {self._region_id} has files but no manifest")
+        if known is None or not _same_rows(known, manifest):
+            self._memtable = None
+        self._manifest = manifest
+        return manifest
+
+    def _extend(self, manifest: RegionManifest, shape: TableShape) -> MemTable:
+        memtable = self._memtable
+        if memtable is None or memtable.shape is not shape:
+            memtable = MemTable(manifest.current_generation, shape, _NO_INDEXES, 0.0)
+            self._read_to = manifest.replay_after_wal_entry_position
+        # If reading fails between two batches of an entry, the next view begins anew.
+        self._memtable = None
+        for entry in self._wal.tail(self._read_to):
+            if entry.generation >= manifest.current_generation:
+                for stored in entry.batches:
+                    batch = shape.align(stored)
+                    rows = prepare_rows(shape, _NO_INDEXES, batch, batch.nbytes, indexed=False)
+                    memtable.append(rows)
+            self._read_to = entry.position
+        self._memtable = memtable
+        return memtable
 
 
 def _same_rows(before: RegionManifest, now: RegionManifest | None) -> bool:
@@ -275,37 +262,7 @@ def _same_rows(before: RegionManifest, now: RegionManifest | None) -> bool:
     )
 
 
-def _checked(
-    base: BaseSnapshot,
-    manifest: RegionManifest,
-    memtables: tuple[tuple[MemTable, int], ...],
-) -> RegionView:
-    """The unmerged part of a region, all of which must be there."""
-    merged = base.details.merged(manifest.region_id)
-    generations = tuple(g for g in manifest.flushed_generations if g.generation > merged)
-    expected = list(range(merged + 1, manifest.current_generation))
-    if [g.generation for g in generations] != expected:
-        raise _StaleView(
-            f"region {manifest.region_id} lists generations "
-            f"{[g.generation for g in generations]} where {expected} are not merged yet"
-        )
-    return RegionView(manifest, generations, memtables)
-
-
-def _read_tail(table: BaseTable, shape: TableShape, manifest: RegionManifest) -> MemTable:
-    """The rows in the WAL that are in no generation."""
-    tail = MemTable(manifest.current_generation, shape, _NO_INDEXES, 0.0)
-    wal = Wal(table.store, manifest.region_id, table.seams)
-    for entry in wal.tail(manifest.replay_after_wal_entry_position):
-        if entry.generation < manifest.current_generation:
-            continue
-        for stored in entry.batches:
-            batch = shape.align(stored)
-            tail.append(prepare_rows(shape, _NO_INDEXES, batch, batch.nbytes, indexed=False))
-    return tail
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, str):
-        return "'" + value.replace("'", "''") + "'"
-    return str(value)
+def _build_key_index(base: BaseSnapshot) -> KeyIndex:
+    columns = list(base.shape.key_columns)
+    rows = base.dataset.scanner(columns=columns, with_row_id=True).to_table()
+    return KeyIndex(key_array(rows, columns), rows.column("_rowid").to_numpy())

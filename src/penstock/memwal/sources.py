@@ -1,0 +1,251 @@
+"""The sources of a read: the base table, flushed generations, and MemTables, behind one face.
+
+Each yields rows in the table's own shape, whatever schema it was written with. Rows are numbered
+within their source in the order they were written; the base numbers them by Lance's row ids. A
+source knows nothing of the others: which of its rows are the newest is told from outside.
+
+Generations never change, so what is read of them once (the dataset, its keys, its key index) is
+kept in a cache with a limit in bytes.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import lance
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import ObjectNotFound, PenstockError
+from penstock.index.bloom import BloomFilter
+from penstock.index.primary_key import PkIndexReader, key_array, python_keys
+from penstock.memwal import names
+from penstock.memwal.flush import BLOOM_FILE
+from penstock.memwal.freshness import Mask
+from penstock.memwal.manifest import FlushedGeneration
+from penstock.memwal.memtable import MemTable
+from penstock.memwal.shape import FIELD_ID, TableShape
+from penstock.memwal.wal import TOMBSTONE
+from penstock.storage.objects import ObjectStore
+
+if TYPE_CHECKING:
+    from penstock.memwal.filters import Filter
+
+T = TypeVar("T")
+Rows = npt.NDArray[np.int64]
+ROW_ADDRESS = "_rowaddr"
+_OFFSET_MASK = np.uint64(0xFFFFFFFF)
+
+
+class StaleView(PenstockError):
+    """Something the view rests on was merged and removed; take another view."""
+
+
+class GenerationSource:
+    """A flushed generation."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        storage_options: Mapping[str, str] | None,
+        region_id: uuid.UUID,
+        flushed: FlushedGeneration,
+    ) -> None:
+        self.region_id = region_id
+        self.generation = flushed.generation
+        self.path = flushed.path
+        self._store = store
+        self._key = f"{names.region_dir(region_id)}/{flushed.path}"
+        self.uri = f"{store.uri.rstrip('/')}/{self._key}"
+        self._options = dict(storage_options) if storage_options else None
+        self._dataset: lance.LanceDataset | None = None
+        self._reader: PkIndexReader | None = None
+        self._bloom: BloomFilter | None = None
+        self._bloom_read = False
+        self._keys: pa.Array | None = None
+        self._ids: dict[str, int] | None = None
+
+    def __repr__(self) -> str:
+        return f"region {self.region_id} [gen={self.generation}]"
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept in memory of it, roughly."""
+        keys = 0 if self._keys is None else int(self._keys.nbytes)
+        bloom = 0 if self._bloom is None else len(self._bloom.to_bytes())
+        return 64_000 + keys + bloom
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Clean-up may take a generation away before it is opened, or while it is read."""
+        try:
+            return work()
+        except (OSError, ValueError, RuntimeError, PenstockError) as error:
+            raise StaleView(f"generation {self.path} cannot be read: {error}") from error
+
+    @property
+    def dataset(self) -> lance.LanceDataset:
+        if self._dataset is None:
+            self._dataset = self._guarded(
+                lambda: lance.dataset(self.uri, storage_options=self._options)
+            )
+            fields = self._dataset.lance_schema.fields()
+            self._ids = {field.name(): field.id() for field in fields}
+        return self._dataset
+
+    @property
+    def reader(self) -> PkIndexReader:
+        if self._reader is None:
+            self._reader = self._guarded(lambda: PkIndexReader(self.uri, self._options))
+        return self._reader
+
+    def keys(self) -> pa.Array:
+        if self._keys is None:
+            self._keys = self._guarded(lambda: self.reader.keys_by_row())
+        return self._keys
+
+    def may_contain(self, columns: Sequence[pa.Array]) -> Mask | None:
+        """What the bloom filter says of each key, or None if there is no filter."""
+        if not self._bloom_read:
+            try:
+                data = self._store.get(f"{self._key}/{BLOOM_FILE}").data
+                self._bloom = BloomFilter.from_bytes(data)
+            except ObjectNotFound:
+                self._bloom = None
+            self._bloom_read = True
+        return None if self._bloom is None else self._bloom.may_contain(columns)
+
+    def find(self, keys: pa.Array) -> Rows:
+        """The newest row with each key, or -1."""
+        return self._guarded(lambda: self.reader.newest_many(keys))
+
+    def take(self, rows: Rows, shape: TableShape, columns: Sequence[str]) -> pa.Table:
+        """Rows by number, with their tombstone flag."""
+
+        def work() -> pa.Table:
+            dataset = self.dataset
+            if not self._is_current(shape):
+                taken = dataset._take_rows(rows.tolist())
+                return self._aligned(taken, shape).select([*columns, TOMBSTONE])
+            taken = dataset._take_rows(rows.tolist(), columns=[*columns, TOMBSTONE])
+            if taken.num_rows != len(rows):
+                raise ValueError(f"{len(rows)} rows are indexed and {taken.num_rows} are there")
+            return taken
+
+        return self._guarded(work)
+
+    def scan(
+        self,
+        shape: TableShape,
+        columns: Sequence[str],
+        where: Filter | None,
+        newest: Mask | None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Live rows that match, those that are the newest if `newest` tells."""
+        dataset = self.dataset
+        pushed = self._is_current(shape)
+        needed = list(columns)
+        if not pushed:
+            needed = [f.name for f in dataset.schema if f.name != TOMBSTONE]
+        scanner = self._guarded(
+            lambda: dataset.scanner(
+                columns=[*needed, TOMBSTONE],
+                filter=where.sql if where is not None and pushed else None,
+                with_row_address=True,
+            ).to_reader()
+        )
+        while True:
+            batch = self._guarded(lambda: next(iter(scanner), None))
+            if batch is None:
+                return
+            offsets = np.asarray(batch.column(ROW_ADDRESS)) & _OFFSET_MASK
+            kept = ~np.asarray(batch.column(TOMBSTONE))
+            if newest is not None:
+                kept &= newest[offsets.astype(np.int64)]
+            if not pushed:
+                table = pa.Table.from_batches([batch]).drop_columns([ROW_ADDRESS])
+                aligned = self._aligned(table, shape)
+                if where is not None:
+                    kept &= where.mask(aligned)
+                batch = aligned.combine_chunks().to_batches()[0] if aligned.num_rows else batch
+            if kept.any():
+                chosen = batch.select(list(columns))
+                yield chosen if kept.all() else chosen.filter(pa.array(kept))
+
+    def _is_current(self, shape: TableShape) -> bool:
+        """Whether its columns are those of the table today, so that Lance can do the work."""
+        dataset = self.dataset
+        assert self._ids is not None
+        return all(
+            self._ids.get(field.name) == shape.field_ids[field.name]
+            and dataset.schema.field(field.name).type == field.type
+            for field in shape.schema
+        )
+
+    def _aligned(self, rows: pa.Table, shape: TableShape) -> pa.Table:
+        assert self._ids is not None
+        fields = []
+        for field in rows.schema:
+            known = {} if field.name == TOMBSTONE else {FIELD_ID: str(self._ids[field.name])}
+            fields.append(field.with_metadata(known))
+        stamped = rows.cast(pa.schema(fields))
+        batches = [shape.align(batch) for batch in stamped.to_batches()]
+        return pa.Table.from_batches(batches, shape.wal_schema)
+
+
+class MemTableSource:
+    """The first rows of a MemTable, as many as there were when the view was taken."""
+
+    def __init__(self, memtable: MemTable, rows: int, region_id: uuid.UUID) -> None:
+        self.memtable = memtable
+        self.rows = rows
+        self.region_id = region_id
+        self.generation = memtable.generation
+
+    def __repr__(self) -> str:
+        return f"region {self.region_id} [gen={self.generation}]"
+
+    def keys(self) -> pa.Array:
+        return key_array(self.memtable.table(self.rows), self.memtable.shape.key_columns)
+
+    def find_batches(self, keys: pa.Array) -> tuple[list[pa.RecordBatch], Mask]:
+        """The newest row with each key that is here, and which keys those are."""
+        hits = []
+        found = np.zeros(len(keys), dtype=np.bool_)
+        for number, key in enumerate(python_keys(keys)):
+            hit = self.memtable.find(key, self.rows)
+            if hit is not None:
+                hits.append(hit)
+                found[number] = True
+        return hits, found
+
+    def scan(
+        self,
+        shape: TableShape,
+        columns: Sequence[str],
+        where: Filter | None,
+        newest: Mask | None,
+    ) -> Iterator[pa.RecordBatch]:
+        first = 0
+        for batch in self.memtable.table(self.rows).to_batches():
+            rows = shape.align(batch)
+            kept = ~np.asarray(rows.column(TOMBSTONE))
+            if newest is not None:
+                kept &= newest[first : first + batch.num_rows]
+            first += batch.num_rows
+            if where is not None and kept.any():
+                kept &= where.mask(rows)
+            if kept.any():
+                chosen = rows.select(list(columns))
+                yield chosen if kept.all() else chosen.filter(pa.array(kept))
+
+
+FreshSource = GenerationSource | MemTableSource
+
+
+def tombstone_free(rows: pa.Table) -> pa.Table:
+    kept = rows.filter(pc.invert(rows.column(TOMBSTONE)))
+    return kept.drop_columns([TOMBSTONE])
