@@ -24,7 +24,7 @@ from penstock.memwal.index_details import MemWalIndexDetails, commit_details
 from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
 from penstock.memwal.lookup import get_many
 from penstock.memwal.region_spec import RegionBy, bind
-from penstock.memwal.scan import count_view, scan_view
+from penstock.memwal.scan import checked_columns, count_view, plan_scan, scan_view
 from penstock.memwal.status import TableStatus, table_status
 from penstock.memwal.table_writer import TableWriter
 from penstock.memwal.view import Reader, View
@@ -160,6 +160,27 @@ class Table:
             self._region_writers,
             lambda view: scan_view(view, columns, _filter(filter, view), limit, offset),
         )
+
+    def explain(
+        self,
+        columns: Sequence[str] | None = None,
+        filter: str | None = None,
+        limit: int | None = None,
+        offset: int = 0,
+        *,
+        analyze: bool = False,
+    ) -> str:
+        """The plan of such a scan; with `analyze` it is run, and each node says what it did."""
+
+        def work(view: View) -> str:
+            chosen = checked_columns(view, columns)
+            plan = plan_scan(view, chosen, _filter(filter, view), limit, offset)
+            if analyze:
+                for _ in plan.stream():
+                    continue
+            return plan.explain(analyze=analyze)
+
+        return self._reader.read(self._region_writers, work)
 
     def count(self, filter: str | None = None) -> int:
         """How many rows there are, or match a filter."""

@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 
 from penstock.index.key_index import NOT_FOUND
 from penstock.index.primary_key import key_array
-from penstock.memwal.scan import ROW_ID
-from penstock.memwal.sources import MemTableSource, tombstone_free
+from penstock.memwal.sources import ROW_ID, MemTableSource, tombstone_free
 from penstock.memwal.view import View
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lance
 import numpy as np
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Rows = npt.NDArray[np.int64]
+Scanned = tuple[pa.RecordBatch, npt.NDArray[Any] | None, Mask | None]
+"""Rows, the number of each within its source, and which are tombstones."""
 ROW_ADDRESS = "_rowaddr"
+ROW_ID = "_rowid"
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
 
 
@@ -69,8 +72,9 @@ class GenerationSource:
         self._keys: pa.Array | None = None
         self._ids: dict[str, int] | None = None
 
-    def __repr__(self) -> str:
-        return f"region {self.region_id} [gen={self.generation}]"
+    @property
+    def label(self) -> str:
+        return f"region_{self.region_id}[gen={self.generation}]"
 
     @property
     def nbytes(self) -> int:
@@ -138,42 +142,38 @@ class GenerationSource:
         return self._guarded(work)
 
     def scan(
-        self,
-        shape: TableShape,
-        columns: Sequence[str],
-        where: Filter | None,
-        newest: Mask | None,
-    ) -> Iterator[pa.RecordBatch]:
-        """Live rows that match, those that are the newest if `newest` tells."""
+        self, shape: TableShape, columns: Sequence[str], where: Filter | None
+    ) -> Iterator[Scanned]:
+        """Rows that match, tombstones among them."""
         dataset = self.dataset
         pushed = self._is_current(shape)
         needed = list(columns)
         if not pushed:
             needed = [f.name for f in dataset.schema if f.name != TOMBSTONE]
-        scanner = self._guarded(
-            lambda: dataset.scanner(
-                columns=[*needed, TOMBSTONE],
-                filter=where.sql if where is not None and pushed else None,
-                with_row_address=True,
-            ).to_reader()
+        batches = self._guarded(
+            lambda: iter(
+                dataset.scanner(
+                    columns=[*needed, TOMBSTONE],
+                    filter=where.sql if where is not None and pushed else None,
+                    with_row_address=True,
+                ).to_reader()
+            )
         )
         while True:
-            batch = self._guarded(lambda: next(iter(scanner), None))
+            batch = self._guarded(lambda: next(batches, None))
             if batch is None:
                 return
-            offsets = np.asarray(batch.column(ROW_ADDRESS)) & _OFFSET_MASK
-            kept = ~np.asarray(batch.column(TOMBSTONE))
-            if newest is not None:
-                kept &= newest[offsets.astype(np.int64)]
+            numbers = (np.asarray(batch.column(ROW_ADDRESS)) & _OFFSET_MASK).astype(np.int64)
+            dead = np.asarray(batch.column(TOMBSTONE))
             if not pushed:
                 table = pa.Table.from_batches([batch]).drop_columns([ROW_ADDRESS])
-                aligned = self._aligned(table, shape)
+                batch = one_batch(self._aligned(table, shape))
                 if where is not None:
-                    kept &= where.mask(aligned)
-                batch = aligned.combine_chunks().to_batches()[0] if aligned.num_rows else batch
-            if kept.any():
-                chosen = batch.select(list(columns))
-                yield chosen if kept.all() else chosen.filter(pa.array(kept))
+                    matches = where.mask(batch)
+                    batch = batch.filter(pa.array(matches))
+                    numbers, dead = numbers[matches], dead[matches]
+            if batch.num_rows:
+                yield batch.select(list(columns)), numbers, dead
 
     def _is_current(self, shape: TableShape) -> bool:
         """Whether its columns are those of the table today, so that Lance can do the work."""
@@ -205,8 +205,9 @@ class MemTableSource:
         self.region_id = region_id
         self.generation = memtable.generation
 
-    def __repr__(self) -> str:
-        return f"region {self.region_id} [gen={self.generation}]"
+    @property
+    def label(self) -> str:
+        return f"region_{self.region_id}[gen={self.generation}]"
 
     def keys(self) -> pa.Array:
         return key_array(self.memtable.table(self.rows), self.memtable.shape.key_columns)
@@ -223,27 +224,59 @@ class MemTableSource:
         return hits, found
 
     def scan(
-        self,
-        shape: TableShape,
-        columns: Sequence[str],
-        where: Filter | None,
-        newest: Mask | None,
-    ) -> Iterator[pa.RecordBatch]:
+        self, shape: TableShape, columns: Sequence[str], where: Filter | None
+    ) -> Iterator[Scanned]:
+        """Rows that match, tombstones among them."""
         first = 0
         for batch in self.memtable.table(self.rows).to_batches():
             rows = shape.align(batch)
-            kept = ~np.asarray(rows.column(TOMBSTONE))
-            if newest is not None:
-                kept &= newest[first : first + batch.num_rows]
-            first += batch.num_rows
-            if where is not None and kept.any():
-                kept &= where.mask(rows)
-            if kept.any():
-                chosen = rows.select(list(columns))
-                yield chosen if kept.all() else chosen.filter(pa.array(kept))
+            numbers = np.arange(first, first + rows.num_rows)
+            first += rows.num_rows
+            dead = np.asarray(rows.column(TOMBSTONE))
+            if where is not None:
+                matches = where.mask(rows)
+                if not matches.all():
+                    rows = rows.filter(pa.array(matches))
+                    numbers, dead = numbers[matches], dead[matches]
+            if rows.num_rows:
+                yield rows.select(list(columns)), numbers, dead
+
+
+class BaseSource:
+    """The base table at one version."""
+
+    def __init__(self, dataset: lance.LanceDataset, *, numbered: bool) -> None:
+        self.dataset = dataset
+        self.label = "base_table[gen=0]"
+        self._numbered = numbered
+
+    def scan(
+        self, shape: TableShape, columns: Sequence[str], where: Filter | None
+    ) -> Iterator[Scanned]:
+        """Rows that match, with their row ids if somebody asks for them."""
+        # A scan of no columns at all needs one to know how many rows there are.
+        numbered = self._numbered or not columns
+        scanner = self.dataset.scanner(
+            columns=list(columns),
+            filter=where.sql if where is not None else None,
+            with_row_id=numbered,
+        )
+        for batch in scanner.to_batches():
+            if not numbered:
+                yield batch, None, None
+                continue
+            numbers = batch.column(ROW_ID).to_numpy()
+            # Rows without columns would lose their number: keep the row ids then.
+            yield (batch.select(list(columns)) if columns else batch), numbers, None
 
 
 FreshSource = GenerationSource | MemTableSource
+Source = BaseSource | GenerationSource | MemTableSource
+
+
+def one_batch(table: pa.Table) -> pa.RecordBatch:
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], table.schema)
 
 
 def tombstone_free(rows: pa.Table) -> pa.Table:
