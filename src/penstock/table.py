@@ -29,6 +29,7 @@ from penstock.memwal.status import TableStatus, table_status
 from penstock.memwal.table_writer import TableWriter
 from penstock.memwal.view import Reader, View
 from penstock.memwal.writer import RegionWriter
+from penstock.query import VectorQuery, search
 
 if TYPE_CHECKING:
     from penstock.memwal.filters import Filter
@@ -186,6 +187,15 @@ class Table:
         """How many rows there are, or match a filter."""
         return self._reader.read(
             self._region_writers, lambda view: count_view(view, _filter(filter, view))
+        )
+
+    def search(self, query: Any, column: str | None = None) -> VectorQuery:
+        """The rows nearest to a vector; see `VectorQuery` for what can be asked of them.
+
+        `column` may be left out if only one holds vectors.
+        """
+        return search(
+            lambda work: self._reader.read(self._region_writers, work), query, column
         )
 
     def status(self) -> TableStatus:

@@ -155,6 +155,10 @@ class BloomFilter:
     def to_bytes(self) -> bytes:
         return self._words.tobytes()
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.to_bytes())
+
     def insert(self, hashes: U64) -> None:
         words, bits = self._places(hashes)
         np.bitwise_or.at(self._words, words.ravel(), bits.ravel())

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.index.primary_key import key_array
-from penstock.memwal.sources import BaseSource, Source
+from penstock.memwal.sources import BaseSource, Source, chosen_rows
 from penstock.storage.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Chunk:
         """The rows for which the mask is true; numbers are not kept."""
         if mask.all():
             return Chunk(self.rows, self.source)
-        return Chunk(self.rows.filter(pa.array(mask)), self.source)
+        return Chunk(chosen_rows(self.rows, mask), self.source)
 
 
 class Node:
@@ -149,7 +149,7 @@ class DeduplicateExec(Node):
             assert chunk.numbers is not None
             newest: npt.NDArray[np.bool_] = view.freshness.newest(chunk.source)[chunk.numbers]
             return newest
-        if not len(view.freshness.distinct):
+        if view.freshness.empty:
             return None
         hidden = view.hidden_base_rows
         if hidden is not None:
@@ -157,9 +157,7 @@ class DeduplicateExec(Node):
             return ~hidden.contains(chunk.numbers)
         # Too many keys in the base to keep them: compare with those in front of it.
         keys = key_array(chunk.rows, view.shape.key_columns)
-        older: npt.NDArray[np.bool_] = np.asarray(
-            pc.is_in(keys, value_set=view.freshness.distinct)
-        )
+        older: npt.NDArray[np.bool_] = np.asarray(pc.is_in(keys, value_set=view.freshness.distinct))
         return ~older
 
 

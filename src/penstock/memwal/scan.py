@@ -92,7 +92,7 @@ def plan_scan(
 ) -> Node:
     """The plan of a scan: rows in front of the base first, newest source first."""
     keyed = bool(view.shape.key_columns and view.sources)
-    compared = keyed and len(view.freshness.distinct) and view.hidden_base_rows is None
+    compared = keyed and not view.freshness.empty and view.hidden_base_rows is None
     needed = list(columns)
     if compared:
         needed += [name for name in view.shape.key_columns if name not in columns]

@@ -42,6 +42,8 @@ Scanned = tuple[pa.RecordBatch, npt.NDArray[Any] | None, Mask | None]
 ROW_ADDRESS = "_rowaddr"
 ROW_ID = "_rowid"
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
+_KEPT_ROWS = 200_000
+"""Generations of up to so many rows are kept in memory, as far as the cache allows."""
 
 
 class StaleView(PenstockError):
@@ -70,6 +72,9 @@ class GenerationSource:
         self._bloom: BloomFilter | None = None
         self._bloom_read = False
         self._keys: pa.Array | None = None
+        self._rows = flushed.physical_rows or 0
+        self._columns: dict[str, pa.ChunkedArray] = {}
+        self._numbers: npt.NDArray[np.int64] | None = None
         self._ids: dict[str, int] | None = None
 
     @property
@@ -80,8 +85,9 @@ class GenerationSource:
     def nbytes(self) -> int:
         """What is kept in memory of it, roughly."""
         keys = 0 if self._keys is None else int(self._keys.nbytes)
-        bloom = 0 if self._bloom is None else len(self._bloom.to_bytes())
-        return 64_000 + keys + bloom
+        bloom = 0 if self._bloom is None else self._bloom.nbytes
+        kept = sum(int(column.nbytes) for column in list(self._columns.values()))
+        return 64_000 + keys + bloom + kept
 
     def _guarded(self, work: Callable[[], T]) -> T:
         """Clean-up may take a generation away before it is opened, or while it is read."""
@@ -129,6 +135,11 @@ class GenerationSource:
     def take(self, rows: Rows, shape: TableShape, columns: Sequence[str]) -> pa.Table:
         """Rows by number, with their tombstone flag."""
 
+        wanted = [*columns, TOMBSTONE]
+        if self._numbers is not None and all(name in self._columns for name in wanted):
+            places = pa.array(np.searchsorted(self._numbers, rows))
+            return pa.table({name: self._columns[name].take(places) for name in wanted})
+
         def work() -> pa.Table:
             dataset = self.dataset
             if not self._is_current(shape):
@@ -144,16 +155,25 @@ class GenerationSource:
     def scan(
         self, shape: TableShape, columns: Sequence[str], where: Filter | None
     ) -> Iterator[Scanned]:
-        """Rows that match, tombstones among them."""
+        """Rows that match, tombstones among them.
+
+        A generation that is small enough is read once, column by column, and then kept.
+        """
+        needed = list(columns)
+        if where is not None:
+            needed += [name for name in where.columns if name not in needed]
+        kept = self._kept_columns(shape, needed)
+        if kept is not None:
+            yield from self._scan_kept(kept, columns, where)
+            return
         dataset = self.dataset
         pushed = self._is_current(shape)
-        needed = list(columns)
         if not pushed:
             needed = [f.name for f in dataset.schema if f.name != TOMBSTONE]
         batches = self._guarded(
             lambda: iter(
                 dataset.scanner(
-                    columns=[*needed, TOMBSTONE],
+                    columns=[*(needed if not pushed else columns), TOMBSTONE],
                     filter=where.sql if where is not None and pushed else None,
                     with_row_address=True,
                 ).to_reader()
@@ -163,14 +183,45 @@ class GenerationSource:
             batch = self._guarded(lambda: next(batches, None))
             if batch is None:
                 return
-            numbers = (np.asarray(batch.column(ROW_ADDRESS)) & _OFFSET_MASK).astype(np.int64)
+            numbers = _offsets(batch.column(ROW_ADDRESS))
             dead = np.asarray(batch.column(TOMBSTONE))
             if not pushed:
                 table = pa.Table.from_batches([batch]).drop_columns([ROW_ADDRESS])
                 batch = one_batch(self._aligned(table, shape))
                 if where is not None:
                     matches = where.mask(batch)
-                    batch = batch.filter(pa.array(matches))
+                    batch = chosen_rows(batch, matches)
+                    numbers, dead = numbers[matches], dead[matches]
+            if batch.num_rows:
+                yield batch.select(list(columns)), numbers, dead
+
+    def _kept_columns(self, shape: TableShape, needed: Sequence[str]) -> pa.Table | None:
+        """The columns from memory, read into it if need be; None if the generation is large."""
+        if not 0 < self._rows <= _KEPT_ROWS or not self._is_current(shape):
+            return None
+        missing = [name for name in (*needed, TOMBSTONE) if name not in self._columns]
+        if missing or self._numbers is None:
+            rows = self._guarded(
+                lambda: self.dataset.scanner(columns=missing, with_row_address=True).to_table()
+            )
+            self._numbers = _offsets(rows.column(ROW_ADDRESS))
+            for name in missing:
+                self._columns[name] = rows.column(name)
+        return pa.table({name: self._columns[name] for name in (*needed, TOMBSTONE)})
+
+    def _scan_kept(
+        self, kept: pa.Table, columns: Sequence[str], where: Filter | None
+    ) -> Iterator[Scanned]:
+        assert self._numbers is not None
+        first = 0
+        for batch in kept.to_batches():
+            numbers = self._numbers[first : first + batch.num_rows]
+            first += batch.num_rows
+            dead = np.asarray(batch.column(TOMBSTONE))
+            if where is not None:
+                matches = where.mask(batch)
+                if not matches.all():
+                    batch = chosen_rows(batch, matches)
                     numbers, dead = numbers[matches], dead[matches]
             if batch.num_rows:
                 yield batch.select(list(columns)), numbers, dead
@@ -236,7 +287,7 @@ class MemTableSource:
             if where is not None:
                 matches = where.mask(rows)
                 if not matches.all():
-                    rows = rows.filter(pa.array(matches))
+                    rows = chosen_rows(rows, matches)
                     numbers, dead = numbers[matches], dead[matches]
             if rows.num_rows:
                 yield rows.select(list(columns)), numbers, dead
@@ -272,6 +323,17 @@ class BaseSource:
 
 FreshSource = GenerationSource | MemTableSource
 Source = BaseSource | GenerationSource | MemTableSource
+
+
+def _offsets(addresses: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Row numbers within the only fragment of a generation."""
+    offsets: npt.NDArray[np.int64] = (addresses.to_numpy() & _OFFSET_MASK).astype(np.int64)
+    return offsets
+
+
+def chosen_rows(rows: pa.RecordBatch, mask: Mask) -> pa.RecordBatch:
+    """The rows for which the mask is true. `take` is many times faster than `filter` here."""
+    return rows.take(pa.array(np.flatnonzero(mask)))
 
 
 def one_batch(table: pa.Table) -> pa.RecordBatch:

@@ -31,7 +31,7 @@ from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import key_array, key_type
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.cache import ByteCache
-from penstock.memwal.freshness import Freshness, RowIdSet
+from penstock.memwal.freshness import Freshness, RowIdSet, SettledFreshness
 from penstock.memwal.live_indexes import LiveIndexes
 from penstock.memwal.manifest import RegionManifest, manifest_chain
 from penstock.memwal.memtable import MemTable, prepare_rows
@@ -43,6 +43,7 @@ from penstock.memwal.writer import RegionWriter
 
 GENERATION_CACHE_BYTES = 256 << 20
 KEY_INDEX_CACHE_BYTES = 512 << 20
+SETTLED_CACHE_BYTES = 128 << 20
 _KEY_INDEX_BYTES_PER_ROW = 40
 _VIEW_ATTEMPTS = 16
 _NO_INDEXES = LiveIndexes([], pa.schema([]))
@@ -77,10 +78,23 @@ class View:
         return [source for region in self.regions for source in region.sources]
 
     @cached_property
+    def _by_kind(self) -> tuple[list[GenerationSource], list[MemTableSource]]:
+        sources = self.sources
+        generations = [s for s in sources if isinstance(s, GenerationSource)]
+        return generations, [s for s in sources if isinstance(s, MemTableSource)]
+
+    @cached_property
     def freshness(self) -> Freshness:
         """Which rows in front of the base are the newest of their key."""
         kind = key_type(self.shape.schema, self.shape.key_columns)
-        return Freshness(self.sources, kind)
+        generations, memory = self._by_kind
+        ranks = [region.rank for region in self.regions]
+        if len(set(ranks)) > 1:
+            # Regions of several specs: a MemTable of an older one does not outrank a generation
+            # of a newer one, so nothing is settled before all are laid side by side.
+            return _unsettled(self.sources, kind)
+        settled = self.reader.settled(generations, kind)
+        return Freshness(settled, generations, memory, kind)
 
     @cached_property
     def hidden_base_rows(self) -> RowIdSet | None:
@@ -89,19 +103,23 @@ class View:
         None if the base is too large for its keys to be kept in memory; a scan then compares
         keys as it goes.
         """
-        distinct = self.freshness.distinct
-        if not len(distinct):
-            return RowIdSet(np.empty(0, dtype=np.uint64))
+        freshness = self.freshness
         index = self.key_index
         if index is None:
-            return None
-        found = index.find(distinct)
-        return RowIdSet(found[found != NOT_FOUND])
+            return RowIdSet(np.empty(0, dtype=np.uint64)) if freshness.empty else None
+        hidden = self.reader.hidden(self.base, index, freshness.settled)
+        recent = index.find(freshness.recent)
+        recent = recent[recent != NOT_FOUND]
+        return hidden.plus(recent) if len(recent) else hidden
 
     @cached_property
     def key_index(self) -> KeyIndex | None:
         """The keys of the base in memory, or None if they are too many for the cache."""
         return self.reader.key_index(self.base)
+
+
+def _unsettled(sources: Sequence[FreshSource], kind: pa.DataType) -> Freshness:
+    return Freshness(SettledFreshness([], kind), [], sources, kind)
 
 
 class Reader:
@@ -111,6 +129,8 @@ class Reader:
         self.table = table
         self.generations: ByteCache[GenerationSource] = ByteCache(GENERATION_CACHE_BYTES)
         self.key_indexes: ByteCache[KeyIndex] = ByteCache(KEY_INDEX_CACHE_BYTES)
+        self._settled: ByteCache[SettledFreshness] = ByteCache(SETTLED_CACHE_BYTES)
+        self._hidden: ByteCache[RowIdSet] = ByteCache(SETTLED_CACHE_BYTES)
         self._tails: dict[uuid.UUID, _Tail] = {}
         self._lock = threading.Lock()
 
@@ -147,6 +167,22 @@ class Reader:
             for region_id in list_region_ids(self.table.store)
         ]
         return View(self, base, regions)
+
+    def settled(
+        self, generations: Sequence[GenerationSource], kind: pa.DataType
+    ) -> SettledFreshness:
+        """What these generations decide among themselves."""
+        which = tuple(source.uri for source in generations)
+        return self._settled.get((which, kind), lambda: SettledFreshness(generations, kind, which))
+
+    def hidden(self, base: BaseSnapshot, index: KeyIndex, settled: SettledFreshness) -> RowIdSet:
+        """The base rows that those generations supersede."""
+
+        def find() -> RowIdSet:
+            found = index.find(settled.keys)
+            return RowIdSet(found[found != NOT_FOUND])
+
+        return self._hidden.get((base.version, settled.which), find)
 
     def key_index(self, base: BaseSnapshot) -> KeyIndex | None:
         rows = base.dataset.count_rows()
