@@ -91,6 +91,7 @@ def plan_scan(
     offset: int = 0,
 ) -> Node:
     """The plan of a scan: rows in front of the base first, newest source first."""
+    view = view.pruned(where)
     keyed = bool(view.shape.key_columns and view.sources)
     compared = keyed and not view.freshness.empty and view.hidden_base_rows is None
     needed = list(columns)

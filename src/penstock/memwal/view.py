@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,11 +35,16 @@ from penstock.memwal.freshness import Freshness, RowIdSet, SettledFreshness
 from penstock.memwal.live_indexes import LiveIndexes
 from penstock.memwal.manifest import RegionManifest, manifest_chain
 from penstock.memwal.memtable import MemTable, prepare_rows
+from penstock.memwal.region_spec import arrow_type
 from penstock.memwal.regions import list_region_ids
 from penstock.memwal.shape import TableShape
 from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
+from penstock.memwal.transforms import decode_value
 from penstock.memwal.wal import FIRST_POSITION, Wal
 from penstock.memwal.writer import RegionWriter
+
+if TYPE_CHECKING:
+    from penstock.memwal.filters import Filter
 
 GENERATION_CACHE_BYTES = 256 << 20
 KEY_INDEX_CACHE_BYTES = 512 << 20
@@ -76,6 +81,34 @@ class View:
     def sources(self) -> list[FreshSource]:
         """Everything in front of the base, in the order in which later ones win."""
         return [source for region in self.regions for source in region.sources]
+
+    def pruned(self, where: Filter | None) -> View:
+        """The view without the regions that cannot hold a row that matches.
+
+        A region's values follow from the key, so the keys of a region that is left out cannot
+        match in the base either, and nothing there needs to be hidden.
+        """
+        if where is None or len(self.regions) < 2:
+            return self
+        from penstock.memwal.pruning import regions_for
+
+        shape, names = self.shape, self.shape.columns_by_id
+        specs = {}
+        for spec in self.base.details.region_specs:
+            ids = {field_id for field in spec.fields for field_id in field.source_ids}
+            if not shape.key_columns or {names.get(i) for i in ids} <= set(shape.key_columns):
+                specs[spec.spec_id] = (spec, regions_for(where, spec, names, shape.schema))
+
+        def may_match(region: RegionView) -> bool:
+            spec, pruner = specs.get(region.manifest.region_spec_id, (None, None))
+            if spec is None or pruner is None:
+                return True
+            types = {field.field_id: arrow_type(field.result_type) for field in spec.fields}
+            stored = region.manifest.region_values
+            return pruner.may_match({name: decode_value(raw, types[name]) for name, raw in stored})
+
+        kept = [region for region in self.regions if may_match(region)]
+        return self if len(kept) == len(self.regions) else View(self.reader, self.base, kept)
 
     @cached_property
     def _by_kind(self) -> tuple[list[GenerationSource], list[MemTableSource]]:
