@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from penstock.errors import InvalidInput, WriterClosed
+from penstock.errors import Fenced, InvalidInput, WriterClosed
 from penstock.memwal import create_index as index_creation
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
@@ -113,7 +113,7 @@ class Table:
         with self._lock:
             left, self._left = self._left, set()
         if recover or left:
-            held = {writer.region_id for writer in self._region_writers()}
+            held = {writer.region_id for writer in self._region_writers() if _stands(writer)}
             wanted = (lambda region: region not in held) if recover else left.__contains__
             self._shared_writer().claim_all(wanted)
         for writer in self._tracked():
@@ -194,9 +194,7 @@ class Table:
 
         `column` may be left out if only one holds vectors.
         """
-        return search(
-            lambda work: self._reader.read(self._region_writers, work), query, column
-        )
+        return search(lambda work: self._reader.read(self._region_writers, work), query, column)
 
     def status(self) -> TableStatus:
         return table_status(self._base)
@@ -283,6 +281,15 @@ def _filter(sql: str | None, view: View) -> Filter | None:
     from penstock.memwal.filters import Filter
 
     return Filter.parse(sql, view.shape.schema)
+
+
+def _stands(writer: RegionWriter) -> bool:
+    """Whether a region is still the writer's own."""
+    try:
+        writer.verify()
+    except Fenced:
+        return False
+    return writer.failure is None
 
 
 def _region_id(region: str | uuid.UUID | None) -> uuid.UUID | None:
