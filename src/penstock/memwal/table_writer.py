@@ -330,12 +330,27 @@ class TableWriter:
     def claim_all(self, wanted: Callable[[uuid.UUID], bool] = lambda _: True) -> None:
         """Claim every region that has rows in its WAL, of those that are wanted."""
         with self._call():
-            for manifest in load_manifests(self._base.store, self._base.seams):
-                covered = manifest.replay_after_wal_entry_position
-                wal = Wal(self._base.store, manifest.region_id, self._base.seams)
-                active = manifest.status is RegionStatus.ACTIVE
-                if active and wanted(manifest.region_id) and wal.exists(covered + 1):
-                    self._region(RegionIdentity(manifest.region_id, manifest.region_spec_id))
+            for attempt in range(_ROUTE_ATTEMPTS):
+                router = self._router
+                try:
+                    self._claim_all(wanted)
+                    return
+                except RegionSealed:
+                    # The table got a new region spec: taking it up flushes and seals the old.
+                    if attempt + 1 == _ROUTE_ATTEMPTS:
+                        raise
+                    self._reload(router)
+
+    def _claim_all(self, wanted: Callable[[uuid.UUID], bool]) -> None:
+        for manifest in load_manifests(self._base.store, self._base.seams):
+            covered = manifest.replay_after_wal_entry_position
+            wal = Wal(self._base.store, manifest.region_id, self._base.seams)
+            active = manifest.status is RegionStatus.ACTIVE
+            if active and wanted(manifest.region_id) and wal.exists(covered + 1):
+                taken = self._writers.get(manifest.region_id)
+                if self._reclaim and taken is not None and taken.failure is not None:
+                    self._forget(taken)
+                self._region(RegionIdentity(manifest.region_id, manifest.region_spec_id))
 
     def close(self, *, flush: bool | None = None) -> None:
         """Finish what was begun and let the regions go."""
