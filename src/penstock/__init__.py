@@ -30,6 +30,7 @@ from penstock.errors import (
     StoreUnsupported,
     TableExists,
     TableNotFound,
+    VersionNotFound,
     WriterClosed,
     WriterPoisoned,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "Table",
     "TableExists",
     "TableNotFound",
+    "VersionNotFound",
     "Writer",
     "WriterClosed",
     "WriterPoisoned",

@@ -28,6 +28,10 @@ class NotATable(PenstockError):
     """The location holds something, but not a table Penstock can use."""
 
 
+class VersionNotFound(PenstockError):
+    """The table has no such version, or part of what it consists of was cleaned up."""
+
+
 class Corruption(PenstockError):
     """Stored bytes do not mean what they must: a failed checksum, an unreadable manifest."""
 

@@ -1,8 +1,9 @@
 """The base table: a Lance dataset with a MemWAL index, and what writers and readers need of it.
 
 A `BaseSnapshot` is one version of the table together with the MemWAL index of exactly that
-version. Opening the newest one is cheap; the parameters of indexes (centroids, codebooks,
-tokenizers) are read once per index and kept while their uuids do not change.
+version. The newest one is kept and only asked for whether it still is; a few older ones are kept
+as well, because they never change. The parameters of indexes (centroids, codebooks, tokenizers)
+are read once per index and kept while their uuids do not change.
 """
 
 from __future__ import annotations
@@ -23,21 +24,26 @@ from penstock.errors import (
     ObjectExists,
     ObjectNotFound,
     StorageError,
+    VersionNotFound,
 )
 from penstock.index.base import IndexSpec, load_index_specs
 from penstock.memwal import names
+from penstock.memwal.cache import FewCache
 from penstock.memwal.flush import FlushTarget, check_field_ids
 from penstock.memwal.index_details import (
     INDEX_NAME,
     MemWalIndexDetails,
     is_latest_version,
+    list_versions,
     read_details,
+    version_exists,
 )
 from penstock.memwal.shape import TableShape
 from penstock.storage.objects import ObjectStore
 from penstock.storage.seams import Seams
 
 _TABLE_KEY = f"{names.PRIVATE}/table.json"
+_KEPT_VERSIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,7 @@ class BaseSnapshot:
     version: int
     details: MemWalIndexDetails
     shape: TableShape
+    rows: int
 
 
 class BaseTable:
@@ -60,6 +67,7 @@ class BaseTable:
         self._specs: tuple[frozenset[str], list[IndexSpec]] | None = None
         self._table_id: uuid.UUID | None = None
         self._latest: BaseSnapshot | None = None
+        self._older: FewCache[BaseSnapshot] = FewCache(_KEPT_VERSIONS)
 
     @property
     def uri(self) -> str:
@@ -82,27 +90,50 @@ class BaseTable:
     def snapshot(self, version: int | None = None) -> BaseSnapshot:
         """A version of the table (the newest by default) with its MemWAL index.
 
-        The newest one is opened once, and afterwards only asked for whether it still is.
+        The newest one is opened once, and afterwards only asked for whether it still is. Of an
+        older one it is asked whether it is still there.
         """
         if version is not None:
-            return self._open_snapshot(version)
+            return self._at_version(version)
         latest = self._latest
         if latest is None or not is_latest_version(self.store, latest.version):
-            latest = self._open_snapshot(None)
+            dataset = self.dataset()
+            found = read_details(self.store, dataset.version)
+            if found is None:
+                raise NotATable(
+                    f"{self.uri} is a Lance table without a MemWAL index; "
+                    "open it with open_table(…, adopt=True) to add one"
+                )
+            latest = _base_snapshot(dataset, found[0])
             self._latest = latest
         return latest
 
-    def _open_snapshot(self, version: int | None) -> BaseSnapshot:
-        dataset = self.dataset(version)
-        found = read_details(self.store, dataset.version)
-        if found is None:
-            raise NotATable(
-                f"{self.uri} is a Lance table without a MemWAL index; "
-                "open it with open_table(…, adopt=True) to add one"
-            )
-        ids = {field.name(): field.id() for field in dataset.lance_schema.fields()}
-        shape = TableShape.of(dataset.schema, ids)
-        return BaseSnapshot(dataset, dataset.version, found[0], shape)
+    def _at_version(self, version: int) -> BaseSnapshot:
+        if not version_exists(self.store, version):
+            raise VersionNotFound(self._no_such_version(version))
+        latest = self._latest
+        if latest is not None and latest.version == version:
+            return latest
+        return self._older.get(version, lambda: self._open_version(version))
+
+    def _open_version(self, version: int) -> BaseSnapshot:
+        try:
+            dataset = self.dataset(version)
+            found = read_details(self.store, version)
+        except NotATable as error:
+            if version_exists(self.store, version):
+                raise
+            raise VersionNotFound(self._no_such_version(version)) from error
+        # A version of before the table was live has no index: it is what Lance says it is.
+        return _base_snapshot(dataset, found[0] if found else MemWalIndexDetails())
+
+    def _no_such_version(self, version: int) -> str:
+        there = list_versions(self.store)
+        known = f"{len(there)} from {there[0]} to {there[-1]}" if there else "none"
+        return (
+            f"{self.uri} has no version {version}; there are: {known}. "
+            "It was cleaned up, or never was: read one of these"
+        )
 
     def index_specs(self, base: BaseSnapshot) -> list[IndexSpec]:
         """The indexes that MemTables and generations of this table maintain."""
@@ -154,6 +185,12 @@ class BaseTable:
                 f"{self.uri}/{_TABLE_KEY} is damaged ({error}); restore it from a copy, the "
                 "table's regions are named after it"
             ) from error
+
+
+def _base_snapshot(dataset: lance.LanceDataset, details: MemWalIndexDetails) -> BaseSnapshot:
+    ids = {field.name(): field.id() for field in dataset.lance_schema.fields()}
+    shape = TableShape.of(dataset.schema, ids)
+    return BaseSnapshot(dataset, dataset.version, details, shape, dataset.count_rows())
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""A cache with a limit in bytes: what was used longest ago goes first."""
+"""Caches with a limit, in bytes or in values: what was used longest ago goes first."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class Sized(Protocol):
 
 
 T = TypeVar("T", bound=Sized)
+V = TypeVar("V")
 
 
 class ByteCache(Generic[T]):
@@ -60,6 +61,32 @@ class ByteCache(Generic[T]):
     def nbytes(self) -> int:
         with self._lock:
             return sum(item.nbytes for item in self._items.values())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class FewCache(Generic[V]):
+    """Values by key, at most `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._items: OrderedDict[Hashable, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+        """The value of a key, made if it is not there; two threads may both make it."""
+        with self._lock:
+            if key in self._items:
+                self._items.move_to_end(key)
+                return self._items[key]
+        made = make()
+        with self._lock:
+            kept = self._items.setdefault(key, made)
+            self._items.move_to_end(key)
+            while len(self._items) > self.limit:
+                self._items.popitem(last=False)
+        return kept
 
     def __len__(self) -> int:
         return len(self._items)

@@ -68,6 +68,9 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_SQL_CHARS = 1 << 20
 _SCHEMAS = 64
+_KNOWN_FILTERS = 256
+_SHORT_SQL_CHARS = 4096
+"""Filters up to this length are parsed once and kept."""
 _FEW_VALUES = 16
 _ROW = "_penstock_row"
 
@@ -129,17 +132,7 @@ class Filter:
                 f"a filter is SQL text of 1 to {MAX_SQL_CHARS} characters, such as "
                 f"\"price > 3 AND name = 'a'\", not {_shown(sql)}"
             )
-        tokens = _tokens(sql, schema)
-        _plan_in_lance(sql, schema)
-        expr = _parse(_resolved(tokens, schema), schema)
-        if expr is None:
-            return cls(sql, _named(tokens, schema), Unknown(), None)
-        names = {column_name(part) for part in walk(expr) if part.variant_name() == "Column"}
-        columns = tuple(name for name in schema.names if name in names)
-        predicate = predicate_of(expr, schema)
-        simplified = settled(predicate)
-        is_trusted = simplified == predicate and _is_trusted(expr, schema)
-        return cls(sql, columns, simplified, expr if is_trusted else None)
+        return _remembered(sql, schema) if len(sql) <= _SHORT_SQL_CHARS else _parsed(sql, schema)
 
     def mask(self, rows: Rows) -> Mask:
         """Which rows Lance would return for this filter."""
@@ -221,6 +214,23 @@ _LITERAL_HINTS = {
     "Date": "Write date '2021-06-01'. ",
     "Decimal": "Write cast(2.50 as decimal(10, 2)). ",
 }
+
+
+def _parsed(sql: str, schema: pa.Schema) -> Filter:
+    tokens = _tokens(sql, schema)
+    _plan_in_lance(sql, schema)
+    expr = _parse(_resolved(tokens, schema), schema)
+    if expr is None:
+        return Filter(sql, _named(tokens, schema), Unknown(), None)
+    names = {column_name(part) for part in walk(expr) if part.variant_name() == "Column"}
+    columns = tuple(name for name in schema.names if name in names)
+    predicate = predicate_of(expr, schema)
+    simplified = settled(predicate)
+    is_trusted = simplified == predicate and _is_trusted(expr, schema)
+    return Filter(sql, columns, simplified, expr if is_trusted else None)
+
+
+_remembered = lru_cache(maxsize=_KNOWN_FILTERS)(_parsed)
 
 
 def _plan_in_lance(sql: str, schema: pa.Schema) -> None:

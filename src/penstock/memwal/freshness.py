@@ -2,15 +2,17 @@
 
 Keys of all sources are laid one after the other, oldest source first, and the last row of each
 key wins. What generations decide among themselves is worked out once and kept; a view adds what
-is in memory, which is little. Kept per source is one bit a row. Memory grows with the rows that
-are not merged, never with the base table.
+is in memory. That is cheap too: what a MemTable's rows supersede is kept in its `RecentKeys`, which
+grow with it, so that a read only looks at the rows written since the last one. Memory grows with
+the rows that are not merged, never with the base table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +21,18 @@ import pyarrow as pa
 from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import newest_rows
 
+if TYPE_CHECKING:
+    from penstock.memwal.recent_keys import RecentRows
+
 Mask = npt.NDArray[np.bool_]
 RowIds = npt.NDArray[np.uint64]
 
 _OFFSET_BITS = np.uint64(32)
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
+_FEW_ROWS = 1024
+"""About so many rows at a time the ids that stand beside the bitmaps are searched."""
+_RUN_ROWS = 64
+"""Runs of rows of one fragment are tested one by one if they are as long as that on average."""
 
 
 class KeyedSource(Protocol):
@@ -56,22 +65,28 @@ class SettledFreshness:
         masks = sum(mask.nbytes for mask in self.masks)
         return int(self.keys.nbytes) + self._places.nbytes + masks
 
-    def without(self, newer: pa.Array) -> tuple[list[Mask], Mask]:
-        """The masks with newer keys taken out, and which of the kept keys those are."""
-        found = self._places.find(newer)
-        gone = found[found != NOT_FOUND].astype(np.int64)
+    def find(self, keys: pa.Array) -> RowIds:
+        """Of each key the place of its newest row among all rows of these, or `NOT_FOUND`."""
+        return self._places.find(keys)
+
+    def without(self, places: RowIds) -> list[Mask]:
+        """The masks with the rows at these places taken out."""
+        gone = places.astype(np.int64)
         masks = list(self.masks)
+        if not len(gone):
+            return masks
         sources = np.searchsorted(self._starts, gone, side="right") - 1
         for number in np.unique(sources).tolist():
             masks[number] = masks[number].copy()
             masks[number][gone[sources == number] - self._starts[number]] = False
-        return masks, found != NOT_FOUND
+        return masks
 
 
 class Freshness:
     """For each source the rows that nothing newer supersedes, and the keys in front of the base.
 
-    `settled` covers the first sources; the others are what is in memory.
+    `settled` covers the generations; the others are what is in memory. Where no two of these can
+    share a key, `recent` brings what is known of each, and nothing is compared anew.
     """
 
     def __init__(
@@ -80,25 +95,39 @@ class Freshness:
         generations: Sequence[KeyedSource],
         memory: Sequence[KeyedSource],
         key_type: pa.DataType,
+        recent: Sequence[RecentRows] | None = None,
     ) -> None:
         self.settled = settled
-        parts = [source.keys() for source in memory]
-        every = pa.concat_arrays([pa.array([], key_type), *parts])
-        newest = newest_rows(every)
-        self.recent: pa.Array = every.filter(pa.array(newest))
-        masks, _ = settled.without(self.recent)
-        self._masks: dict[int, Mask] = {
-            id(source): mask for source, mask in zip(generations, masks, strict=True)
-        }
-        first = 0
-        for source, part in zip(memory, parts, strict=True):
-            self._masks[id(source)] = newest[first : first + len(part)]
-            first += len(part)
+        self._memory = memory
+        self._key_type = key_type
+        self._masks: dict[int, Mask] = {}
+        if recent is not None:
+            places = [rows.places(settled) for rows in recent]
+            for source, rows in zip(memory, recent, strict=True):
+                self._masks[id(source)] = rows.newest
+        else:
+            first = 0
+            newest = newest_rows(self.recent)
+            for source in memory:
+                rows_here = len(source.keys())
+                self._masks[id(source)] = newest[first : first + rows_here]
+                first += rows_here
+            found = settled.find(self.recent)
+            places = [found[found != NOT_FOUND]]
+        masks = settled.without(np.concatenate([np.empty(0, dtype=np.uint64), *places]))
+        for source, mask in zip(generations, masks, strict=True):
+            self._masks[id(source)] = mask
+
+    @cached_property
+    def recent(self) -> pa.Array:
+        """The keys of everything in memory, some of them more than once."""
+        parts = [source.keys() for source in self._memory]
+        return pa.concat_arrays([pa.array([], self._key_type), *parts])
 
     @property
     def empty(self) -> bool:
         """Whether there is no key in front of the base at all."""
-        return not len(self.settled.keys) and not len(self.recent)
+        return not len(self.settled.keys) and not self._memory
 
     @cached_property
     def distinct(self) -> pa.Array:
@@ -114,28 +143,46 @@ class RowIdSet:
     """A set of row ids with a fast vectorised test.
 
     Ids are either dense (stable row ids) or a fragment in the upper and an offset in the lower
-    half (row addresses); both become bitmaps.
+    half (row addresses); both become bitmaps. Ids added later stand beside them, sorted, until
+    somebody asks about many.
     """
 
     def __init__(self, row_ids: RowIds) -> None:
-        self._bitmaps: dict[int, Mask] = {}
-        fragments = row_ids >> _OFFSET_BITS
-        for fragment in np.unique(fragments).tolist():
-            offsets = (row_ids[fragments == fragment] & _OFFSET_MASK).astype(np.int64)
-            bitmap = np.zeros(int(offsets.max()) + 1, dtype=np.bool_)
-            bitmap[offsets] = True
-            self._bitmaps[int(fragment)] = bitmap
+        self._bitmaps: dict[int, Mask] = _bitmaps(row_ids)
+        self._added: RowIds | None = None
 
     def __len__(self) -> int:
-        return sum(int(np.count_nonzero(bitmap)) for bitmap in self._bitmaps.values())
+        known = sum(int(np.count_nonzero(bitmap)) for bitmap in self._bitmaps.values())
+        if self._added is None:
+            return known
+        return known + int(np.count_nonzero(~self._in_bitmaps(self._added)))
 
     @property
     def nbytes(self) -> int:
         return sum(bitmap.nbytes for bitmap in self._bitmaps.values())
 
     def plus(self, row_ids: RowIds) -> RowIdSet:
-        """The set with more ids in it; what it does not touch is shared."""
-        together = RowIdSet(row_ids)
+        """The set with more ids in it; what it has already is shared."""
+        assert self._added is None
+        together = RowIdSet(row_ids[:0])
+        together._bitmaps = self._bitmaps
+        together._added = np.unique(row_ids) if len(row_ids) else None
+        return together
+
+    def contains(self, row_ids: RowIds) -> Mask:
+        if self._added is None:
+            return self._in_bitmaps(row_ids)
+        if len(row_ids) > _FEW_ROWS:
+            return self._joined._in_bitmaps(row_ids)
+        at = np.minimum(np.searchsorted(self._added, row_ids), len(self._added) - 1)
+        beside: Mask = self._added[at] == row_ids
+        return self._in_bitmaps(row_ids) | beside
+
+    @cached_property
+    def _joined(self) -> RowIdSet:
+        """The same set with everything in bitmaps."""
+        assert self._added is not None
+        together = RowIdSet(self._added)
         for fragment, known in self._bitmaps.items():
             added = together._bitmaps.get(fragment)
             if added is not None:
@@ -146,7 +193,7 @@ class RowIdSet:
             together._bitmaps[fragment] = known
         return together
 
-    def contains(self, row_ids: RowIds) -> Mask:
+    def _in_bitmaps(self, row_ids: RowIds) -> Mask:
         found = np.zeros(len(row_ids), dtype=np.bool_)
         if not self._bitmaps or not len(row_ids):
             return found
@@ -154,6 +201,13 @@ class RowIdSet:
         first, last = int(fragments[0]), int(fragments[-1])
         if first == last and (fragments == fragments[0]).all():
             return self._in_fragment(first, row_ids)
+        # Row ids nearly always come in order, so that each fragment is one run of them.
+        starts = np.flatnonzero(np.concatenate([[True], fragments[1:] != fragments[:-1]]))
+        if len(starts) * _RUN_ROWS <= len(row_ids):
+            for start, end in pairwise([*starts.tolist(), len(row_ids)]):
+                run = self._in_fragment(int(fragments[start]), row_ids[start:end])
+                found[start:end] = run
+            return found
         for fragment in np.unique(fragments):
             here = fragments == fragment
             found[here] = self._in_fragment(int(fragment), row_ids[here])
@@ -170,3 +224,14 @@ class RowIdSet:
         found = np.zeros(len(row_ids), dtype=np.bool_)
         found[inside] = bitmap[offsets[inside]]
         return found
+
+
+def _bitmaps(row_ids: RowIds) -> dict[int, Mask]:
+    bitmaps: dict[int, Mask] = {}
+    fragments = row_ids >> _OFFSET_BITS
+    for fragment in np.unique(fragments).tolist():
+        offsets = (row_ids[fragments == fragment] & _OFFSET_MASK).astype(np.int64)
+        bitmap = np.zeros(int(offsets.max()) + 1, dtype=np.bool_)
+        bitmap[offsets] = True
+        bitmaps[int(fragment)] = bitmap
+    return bitmaps

@@ -1,8 +1,9 @@
 """The MemWAL index of a base table: configuration and progress, kept by Lance in its manifest.
 
-The index has no files: all of it is one protobuf message in the table manifest's index section.
-It is read from the manifest of a version, and changed by committing a replacement; of two
-concurrent changes one is retried on what the other wrote, so neither is lost.
+The index is one protobuf message in the table manifest's index section; only a snapshot of very
+many regions adds a file (`snapshots`). It is read from the manifest of a version, and changed by
+committing a replacement; of two concurrent changes one is retried on what the other wrote, so
+neither is lost.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ INDEX_NAME = "__lance_mem_wal"
 TYPE_URL = "/lance.table.MemWalIndexDetails"
 _FOOTER = struct.Struct("<QHH4s")
 _LAST_VERSION = 2**64 - 1
+_FIRST_DETACHED = 2**63
+_REVERSED_DIGITS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class MemWalIndexDetails:
         buckets = [field.parameters.get("num_buckets") for field in spec.fields]
         planned = int(buckets[0] or 0) if len(buckets) == 1 else 0
         unsharded = [field.transform for field in spec.fields] == ["unsharded"]
+        if self.inline_snapshots is not None:
+            planned, unsharded = self.num_regions, False  # as many as the snapshot has
         return replace(
             self,
             region_specs=(*self.region_specs, spec),
@@ -198,7 +203,23 @@ def is_latest_version(store: ObjectStore, version: int) -> bool:
     following = (f"_versions/{name}.manifest" for name in _manifest_names(version + 1))
     if any(store.exists(key) for key in following):
         return False
+    return version_exists(store, version)
+
+
+def version_exists(store: ObjectStore, version: int) -> bool:
+    if not 0 < version < _FIRST_DETACHED:
+        return False
     return any(store.exists(f"_versions/{name}.manifest") for name in _manifest_names(version))
+
+
+def list_versions(store: ObjectStore) -> list[int]:
+    """Every version that has a manifest, ascending."""
+    found = []
+    for meta in store.list("_versions"):
+        name, _, suffix = meta.key.rsplit("/", 1)[-1].rpartition(".")
+        if suffix == "manifest" and name.isdecimal():
+            found.append(_LAST_VERSION - int(name) if len(name) == _REVERSED_DIGITS else int(name))
+    return sorted(found)
 
 
 def _manifest_bytes(store: ObjectStore, version: int) -> bytes:
@@ -212,7 +233,7 @@ def _manifest_bytes(store: ObjectStore, version: int) -> bytes:
 
 def _manifest_names(version: int) -> tuple[str, str]:
     """What Lance calls the manifest of a version, and what it did before 0.17."""
-    return f"{_LAST_VERSION - version:020}", str(version)
+    return f"{_LAST_VERSION - version:0{_REVERSED_DIGITS}}", str(version)
 
 
 def _section(data: bytes, at: int) -> bytes:
@@ -238,6 +259,22 @@ def commit_details(
     `change` gets None where there is no index yet, and returns None to leave things as they are.
     It may run several times: each conflict with another commit starts from the newest state.
     """
+    return commit_index(store, storage_options, change, seams)[0]
+
+
+def commit_index(
+    store: ObjectStore,
+    storage_options: Mapping[str, str] | None,
+    change: Callable[[MemWalIndexDetails | None], MemWalIndexDetails | None],
+    seams: Seams,
+    lay_down: Callable[[MemWalIndexDetails, uuid.UUID], MemWalIndexDetails] | None = None,
+) -> tuple[MemWalIndexDetails | None, int]:
+    """As `commit_details`; returns the version that holds the index, too.
+
+    `lay_down` gets the changed details and the uuid their index is about to have. It writes what
+    belongs under that uuid, durably, and returns the details to commit. Every attempt has a uuid
+    of its own; what a lost attempt wrote is named by nobody, and Lance's clean-up removes it.
+    """
     options = dict(storage_options) if storage_options else None
     last: Exception | None = None
     for _ in seams.attempts():
@@ -245,8 +282,10 @@ def commit_details(
         found = read_details(store, dataset.version)
         details = change(found[0] if found else None)
         if details is None:
-            return found[0] if found else None
+            return (found[0] if found else None), dataset.version
         identity = seams.entropy.uuid4()
+        if lay_down is not None:
+            details = lay_down(details, identity)
         new = _index(identity, dataset.version, details)
         old = [_index(found[1], dataset.version, found[0])] if found else []
         detached = lance.LanceDataset.commit(
@@ -263,7 +302,7 @@ def commit_details(
             continue
         store.sync("_transactions")
         store.sync("_versions")
-        return replace(details, raw=b"")
+        return replace(details, raw=b""), dataset.version + 1
     raise CommitConflict(
         f"the MemWAL index of {store.uri} could not be changed in {seams.backoff.attempts} "
         f"attempts; other commits keep winning, try again later ({last})"

@@ -9,6 +9,10 @@ Newest rows come from the MemTables of a writer in this process, after its claim
 else from the WAL. In a region higher generations win, and later rows within one; between regions
 there is nothing to decide, except that regions of a newer spec outrank those of an older.
 
+Such a view is strong. An eventual one has the base and the generations that the snapshot in the
+base's MemWAL index names, and asks no region for anything. A view of a version is the same for an
+older version of the base. What a snapshot names and the base has not merged must all be there.
+
 Between views a `Reader` keeps what it learnt. Every view asks the store again whether that is
 still the newest: the answer that counts is never older than the request.
 """
@@ -17,7 +21,9 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
@@ -26,18 +32,28 @@ import numpy as np
 import pyarrow as pa
 
 from penstock import metrics
-from penstock.errors import Corruption, Fenced, WriterClosed, WriterPoisoned
+from penstock.errors import (
+    Corruption,
+    Fenced,
+    InvalidInput,
+    VersionNotFound,
+    WriterClosed,
+    WriterPoisoned,
+)
 from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import key_array, key_type
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
-from penstock.memwal.cache import ByteCache
+from penstock.memwal.cache import ByteCache, FewCache
 from penstock.memwal.freshness import Freshness, RowIdSet, SettledFreshness
+from penstock.memwal.index_details import version_exists
 from penstock.memwal.live_indexes import LiveIndexes
 from penstock.memwal.manifest import RegionManifest, manifest_chain
 from penstock.memwal.memtable import MemTable, prepare_rows
+from penstock.memwal.recent_keys import RecentKeys, RecentRows
 from penstock.memwal.region_spec import arrow_type
 from penstock.memwal.regions import list_region_ids
 from penstock.memwal.shape import TableShape
+from penstock.memwal.snapshots import SnapshotGone, read_snapshot
 from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
 from penstock.memwal.transforms import decode_value
 from penstock.memwal.wal import FIRST_POSITION, Wal
@@ -51,9 +67,15 @@ KEY_INDEX_CACHE_BYTES = 512 << 20
 SETTLED_CACHE_BYTES = 128 << 20
 _KEY_INDEX_BYTES_PER_ROW = 40
 _VIEW_ATTEMPTS = 16
+_KEPT_SNAPSHOTS = 4
+_OPEN_THREADS = 8
+"""So many generations are opened at a time."""
+CONSISTENCIES = ("strong", "eventual")
 _NO_INDEXES = LiveIndexes([], pa.schema([]))
 
 T = TypeVar("T")
+LeaveOut = Callable[[BaseSnapshot, Sequence[RegionManifest]], Collection[uuid.UUID]]
+"""Which regions a read does not need, of those that the reader has met before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +149,17 @@ class View:
             # of a newer one, so nothing is settled before all are laid side by side.
             return _unsettled(self.sources, kind)
         settled = self.reader.settled(generations, kind)
-        return Freshness(settled, generations, memory, kind)
+        return Freshness(settled, generations, memory, kind, self._recent)
+
+    @cached_property
+    def _recent(self) -> list[RecentRows] | None:
+        """What is known of the keys in memory; None where two MemTables may share a key."""
+        _, memory = self._by_kind
+        if len({source.region_id for source in memory}) < len(memory):
+            return None
+        if len({region.rank for region in self.regions}) > 1:
+            return None
+        return [self.reader.recent(source) for source in memory]
 
     @cached_property
     def hidden_base_rows(self) -> RowIdSet | None:
@@ -141,8 +173,12 @@ class View:
         if index is None:
             return RowIdSet(np.empty(0, dtype=np.uint64)) if freshness.empty else None
         hidden = self.reader.hidden(self.base, index, freshness.settled)
-        recent = index.find(freshness.recent)
-        recent = recent[recent != NOT_FOUND]
+        if self._recent is not None:
+            found = [rows.base_rows(self.base.version, index) for rows in self._recent]
+            recent = np.concatenate([np.empty(0, dtype=np.uint64), *found])
+        else:
+            recent = index.find(freshness.recent)
+            recent = recent[recent != NOT_FOUND]
         return hidden.plus(recent) if len(recent) else hidden
 
     @cached_property
@@ -164,7 +200,11 @@ class Reader:
         self.key_indexes: ByteCache[KeyIndex] = ByteCache(KEY_INDEX_CACHE_BYTES)
         self._settled: ByteCache[SettledFreshness] = ByteCache(SETTLED_CACHE_BYTES)
         self._hidden: ByteCache[RowIdSet] = ByteCache(SETTLED_CACHE_BYTES)
+        self._recent: weakref.WeakKeyDictionary[MemTable, RecentKeys] = weakref.WeakKeyDictionary()
         self._tails: dict[uuid.UUID, _Tail] = {}
+        self._known: dict[uuid.UUID, RegionManifest] = {}
+        """A manifest of each region met so far: which values it stands for never changes."""
+        self._snapshots: FewCache[tuple[RegionManifest, ...]] = FewCache(_KEPT_SNAPSHOTS)
         self._lock = threading.Lock()
 
     def read(
@@ -172,41 +212,126 @@ class Reader:
         writers: Callable[[], Iterable[RegionWriter]],
         work: Callable[[View], T],
         *,
+        consistency: str = "strong",
         version: int | None = None,
+        leave_out: LeaveOut | None = None,
     ) -> T:
         """Run `work` on a fresh view, and again on another if the first went stale under it."""
+        version = self.check(consistency, version)
         stale: StaleView | None = None
         for attempt in self.table.seams.attempts():
             try:
-                return work(self.view(writers(), version=version))
+                view = self.view(
+                    writers(), consistency=consistency, version=version, leave_out=leave_out
+                )
+                return work(view)
             except StaleView as error:
                 stale = error
                 metrics.stale_views.inc()
                 if attempt + 1 >= _VIEW_ATTEMPTS:
                     break
-        raise Corruption(
+            except (OSError, RuntimeError) as error:
+                # Lance cleans versions up, too: then its error says what, and not why.
+                if version is None or version_exists(self.table.store, version):
+                    raise
+                raise VersionNotFound(
+                    f"{self.table.uri}: version {version} was cleaned up while it was read "
+                    f"({error}); read a newer one"
+                ) from error
+        raise self._lasting(stale, version) from stale
+
+    def _lasting(self, stale: StaleView | None, version: int | None) -> Exception:
+        """What to say when no view is better than the last one."""
+        if version is not None:
+            return VersionNotFound(
+                f"{self.table.uri}: version {version} cannot be read any more: {stale}; read a "
+                "newer version, or the newest without one, or restore what is missing from a copy"
+            )
+        if isinstance(stale, SnapshotGone):
+            return Corruption(
+                f"{self.table.uri}: {stale}; take another with snapshot(), or read with "
+                "consistency='strong', which needs none"
+            )
+        return Corruption(
             f"{self.table.uri}: {stale}; it is not merged into the base table, so its rows cannot "
             "be read. Restore the directory from a copy"
-        ) from stale
+        )
 
-    def view(self, writers: Iterable[RegionWriter], *, version: int | None = None) -> View:
-        """A view of everything acknowledged before this call, on the given version of the base."""
-        base = self.table.snapshot(version)
+    def check(self, consistency: str, version: int | None) -> int | None:
+        """Refuse what no read can be asked for; returns the version."""
+        if consistency not in CONSISTENCIES:
+            raise InvalidInput(
+                f"unknown consistency {consistency!r}; there are: {', '.join(CONSISTENCIES)}"
+            )
+        if version is None:
+            return None
+        whole = isinstance(version, int | np.integer) and not isinstance(version, bool)
+        if not whole or version < 1:
+            raise InvalidInput(
+                f"version must be a whole number from 1 to {self.table.snapshot().version}, "
+                f"the newest, not {version!r}"
+            )
+        return int(version)
+
+    def view(
+        self,
+        writers: Iterable[RegionWriter] = (),
+        *,
+        consistency: str = "strong",
+        version: int | None = None,
+        leave_out: LeaveOut | None = None,
+    ) -> View:
+        """A strong view has everything acknowledged before this call.
+
+        An eventual one has what the newest version of the base names. With `version`, that
+        version and what it names: as it never changes, every consistency gives the same.
+        Regions that `leave_out` names are not asked whether they are still as they were.
+        """
+        if version is not None or consistency != "strong":
+            base = self.table.snapshot(version)
+            return View(self, base, self._named_regions(base))
+        base = self.table.snapshot()
         usable = [writer for writer in writers if writer.failure is None]
         # Of two writers of a region in this process the one that claimed it last counts.
         live = {w.region_id: w for w in sorted(usable, key=lambda writer: writer.epoch)}
-        regions = [
-            self._region(base, region_id, live.get(region_id))
-            for region_id in list_region_ids(self.table.store)
-        ]
+        ids = list_region_ids(self.table.store)
+        if leave_out is not None and len(ids) > 1:
+            left_out = leave_out(base, [self._known[i] for i in ids if i in self._known])
+            ids = [region_id for region_id in ids if region_id not in left_out]
+        regions = [self._region(base, region_id, live.get(region_id)) for region_id in ids]
         return View(self, base, regions)
+
+    def _named_regions(self, base: BaseSnapshot) -> list[RegionView]:
+        """The regions as the snapshot of a version has them; without one the base is all."""
+        inline = base.details.inline_snapshots
+        if inline is None:
+            return []
+        where = f"the region snapshot of {self.table.uri} version {base.version}"
+        regions = self._snapshots.get(
+            inline, lambda: read_snapshot(self.table.store, inline, where)
+        )
+        return [self._checked(base, region, ()) for region in regions]
 
     def settled(
         self, generations: Sequence[GenerationSource], kind: pa.DataType
     ) -> SettledFreshness:
         """What these generations decide among themselves."""
         which = tuple(source.uri for source in generations)
-        return self._settled.get((which, kind), lambda: SettledFreshness(generations, kind, which))
+
+        def settle() -> SettledFreshness:
+            unread = [source for source in generations if not source.has_keys]
+            if len(unread) > 1:
+                with ThreadPoolExecutor(_OPEN_THREADS, "penstock-open") as pool:
+                    list(pool.map(GenerationSource.keys, unread))
+            return SettledFreshness(generations, kind, which)
+
+        return self._settled.get((which, kind), settle)
+
+    def recent(self, source: MemTableSource) -> RecentRows:
+        """What is known of the keys of a MemTable; it grows with it and goes with it."""
+        with self._lock:
+            known = self._recent.setdefault(source.memtable, RecentKeys())
+        return known.rows(source.memtable, source.rows)
 
     def hidden(self, base: BaseSnapshot, index: KeyIndex, settled: SettledFreshness) -> RowIdSet:
         """The base rows that those generations supersede."""
@@ -218,8 +343,7 @@ class Reader:
         return self._hidden.get((base.version, settled.which), find)
 
     def key_index(self, base: BaseSnapshot) -> KeyIndex | None:
-        rows = base.dataset.count_rows()
-        if rows * _KEY_INDEX_BYTES_PER_ROW > self.key_indexes.limit_bytes:
+        if base.rows * _KEY_INDEX_BYTES_PER_ROW > self.key_indexes.limit_bytes:
             return None
         return self.key_indexes.get(base.version, lambda: _build_key_index(base))
 
@@ -245,6 +369,7 @@ class Reader:
         memtables: tuple[tuple[MemTable, int], ...],
     ) -> RegionView:
         """The unmerged part of a region, all of which must be there."""
+        self._known[manifest.region_id] = manifest
         merged = base.details.merged(manifest.region_id)
         generations = [g for g in manifest.flushed_generations if g.generation > merged]
         expected = list(range(merged + 1, manifest.current_generation))

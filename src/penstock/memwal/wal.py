@@ -44,6 +44,8 @@ _MAGIC = b"PSTKWAL1"
 _TRAILER_BYTES = 32
 _CONTINUATION = b"\xff\xff\xff\xff"
 _FENCE_MOVES = 10_000
+_READ_ONE_BY_ONE = 2
+"""A reader that keeps up finds one new entry or none, which is not worth a thread."""
 _READ_AHEAD_ENTRIES = 16
 _READ_AHEAD_THREADS = 4
 
@@ -265,13 +267,15 @@ class Wal:
 
         Reads ahead by a bounded number of entries, so that a long log costs few round trips.
         """
-        first = self.read(after + 1) if after < until else None
-        if first is None:
-            return
-        yield first
+        for _ in range(_READ_ONE_BY_ONE):
+            entry = self.read(after + 1) if after < until else None
+            if entry is None:
+                return
+            yield entry
+            after += 1
         with ThreadPoolExecutor(_READ_AHEAD_THREADS, "penstock-wal-read") as pool:
             ahead: deque[Future[WalEntry | None]] = deque()
-            position = after + 2
+            position = after + 1
             width = 1
             while True:
                 while len(ahead) < width and position <= until:

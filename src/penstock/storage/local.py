@@ -232,14 +232,14 @@ def _reopen(root: str, prefix: str) -> LocalStore:
     return LocalStore(root).child(prefix)
 
 
+def _is_temporary(entry: os.DirEntry[str]) -> bool:
+    return entry.name == "tmp" and entry.path.endswith(TEMPORARY)
+
+
 def _entries(path: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
-            return [
-                entry
-                for entry in entries
-                if not (entry.name == "tmp" and entry.path.endswith(TEMPORARY))
-            ]
+            return [entry for entry in entries if not _is_temporary(entry)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -259,7 +259,16 @@ def _walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _holds_object(path: str) -> bool:
-    entries = _entries(path)
-    return any(e.is_file() for e in entries) or any(
-        _holds_object(e.path) for e in entries if e.is_dir(follow_symlinks=False)
-    )
+    """Whether there is a file somewhere below; looks no further than the first it meets."""
+    below = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if not _is_temporary(entry):
+                        below.append(entry.path)
+                elif entry.is_file() and not _is_temporary(entry):
+                    return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return any(map(_holds_object, below))
