@@ -1,15 +1,16 @@
 """Plans: trees of the specification's nodes, each of which streams rows and can be explained.
 
 A node yields `Chunk`s: rows of one source, with their numbers in it where somebody further up asks
-which of them are the newest. What a node did (rows, bytes, time of its own and below) is counted
-as the rows pass, and printed by `explain(analyze=True)`.
+which of them are the newest. Nodes of a search yield hits instead (`hits`). What a node did (rows,
+bytes, time of its own and below) is counted as the rows pass, and printed by
+`explain(analyze=True)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +26,36 @@ if TYPE_CHECKING:
     from penstock.memwal.view import View
 
 
+class Piece(Protocol):
+    """What nodes hand on."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=Piece)
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of one source."""
+    """Rows of one source, or of several that nobody needs to tell apart any more."""
 
     rows: pa.RecordBatch
-    source: Source
+    source: Source | None
     numbers: npt.NDArray[Any] | None = None
     """Of each row its number in the source; in the base, its row id."""
     dead: npt.NDArray[np.bool_] | None = None
     """Which rows are tombstones; None where there can be none."""
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.num_rows)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows.nbytes)
 
     def kept(self, mask: npt.NDArray[np.bool_]) -> Chunk:
         """The rows for which the mask is true; numbers are not kept."""
@@ -43,10 +64,10 @@ class Chunk:
         return Chunk(chosen_rows(self.rows, mask), self.source)
 
 
-class Node:
+class Node(Generic[P]):
     """A step of a plan."""
 
-    def __init__(self, *children: Node, clock: Clock | None = None) -> None:
+    def __init__(self, *children: Node[Any], clock: Clock | None = None) -> None:
         self.children = children
         self.rows = 0
         self.bytes = 0
@@ -56,21 +77,28 @@ class Node:
     def describe(self) -> str:
         raise NotImplementedError
 
-    def _stream(self) -> Iterator[Chunk]:
+    def _stream(self) -> Iterator[P]:
         raise NotImplementedError
 
-    def stream(self) -> Iterator[Chunk]:
+    def stream(self) -> Iterator[P]:
         """The node's rows, counted on their way."""
-        chunks = self._stream()
+        pieces = self._stream()
         while True:
             began_ms = self._clock.monotonic_ms()
-            chunk = next(chunks, None)
+            piece = next(pieces, None)
             self.ms += self._clock.monotonic_ms() - began_ms
-            if chunk is None:
+            if piece is None:
                 return
-            self.rows += chunk.rows.num_rows
-            self.bytes += chunk.rows.nbytes
-            yield chunk
+            self.rows += piece.num_rows
+            self.bytes += piece.nbytes
+            yield piece
+
+    def explained(self, *, analyze: bool) -> str:
+        """The tree as text; with `analyze` it is run first."""
+        if analyze:
+            for _ in self.stream():
+                continue
+        return self.explain(analyze=analyze)
 
     def explain(self, *, analyze: bool = False, depth: int = 0) -> str:
         """The tree below this node, a line each; with what each did if it has run."""
@@ -81,7 +109,7 @@ class Node:
         return "\n".join([line, *below])
 
 
-class ScanExec(Node):
+class ScanExec(Node[Chunk]):
     """Reads one source, with the filter and the projection pushed into it."""
 
     def __init__(
@@ -102,24 +130,24 @@ class ScanExec(Node):
             yield Chunk(rows, self._source, numbers, dead)
 
 
-class UnionExec(Node):
+class UnionExec(Node[P]):
     """The rows of its inputs, one input after the other."""
 
     def describe(self) -> str:
         return "UnionExec"
 
-    def _stream(self) -> Iterator[Chunk]:
+    def _stream(self) -> Iterator[P]:
         for child in self.children:
             yield from child.stream()
 
 
-class DeduplicateExec(Node):
+class DeduplicateExec(Node[Chunk]):
     """Of each key the newest row, unless it is a tombstone.
 
     Streams: whether a row is the newest was worked out from the keys alone.
     """
 
-    def __init__(self, view: View, child: Node) -> None:
+    def __init__(self, view: View, child: Node[Chunk]) -> None:
         super().__init__(child)
         self._view = view
 
@@ -147,6 +175,7 @@ class DeduplicateExec(Node):
         view = self._view
         if not isinstance(chunk.source, BaseSource):
             assert chunk.numbers is not None
+            assert chunk.source is not None
             newest: npt.NDArray[np.bool_] = view.freshness.newest(chunk.source)[chunk.numbers]
             return newest
         if view.freshness.empty:
@@ -161,10 +190,10 @@ class DeduplicateExec(Node):
         return ~older
 
 
-class ProjectionExec(Node):
+class ProjectionExec(Node[Chunk]):
     """Leaves out columns that were only read to decide."""
 
-    def __init__(self, columns: Sequence[str], child: Node) -> None:
+    def __init__(self, columns: Sequence[str], child: Node[Chunk]) -> None:
         super().__init__(child)
         self._columns = list(columns)
 
@@ -176,10 +205,10 @@ class ProjectionExec(Node):
             yield Chunk(chunk.rows.select(self._columns), chunk.source)
 
 
-class GlobalLimitExec(Node):
+class GlobalLimitExec(Node[Chunk]):
     """At most so many rows, after leaving out the first ones; stops its input when it has them."""
 
-    def __init__(self, limit: int | None, offset: int, child: Node) -> None:
+    def __init__(self, limit: int | None, offset: int, child: Node[Chunk]) -> None:
         super().__init__(child)
         self._limit = limit
         self._offset = offset

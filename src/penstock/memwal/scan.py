@@ -89,7 +89,7 @@ def plan_scan(
     where: Filter | None = None,
     limit: int | None = None,
     offset: int = 0,
-) -> Node:
+) -> Node[Chunk]:
     """The plan of a scan: rows in front of the base first, newest source first."""
     view = view.pruned(where)
     keyed = bool(view.shape.key_columns and view.sources)
@@ -99,7 +99,7 @@ def plan_scan(
         needed += [name for name in view.shape.key_columns if name not in columns]
     base = BaseSource(view.base.dataset, numbered=keyed and not compared)
     scans = [ScanExec(view, source, needed, where) for source in (*reversed(view.sources), base)]
-    plan: Node = UnionExec(*scans) if len(scans) > 1 else scans[0]
+    plan: Node[Chunk] = UnionExec(*scans) if len(scans) > 1 else scans[0]
     if view.sources:
         plan = DeduplicateExec(view, plan)
     if compared and len(needed) > len(columns):
@@ -112,7 +112,7 @@ def plan_scan(
 def count_view(view: View, where: Filter | None = None) -> int:
     """How many live rows match."""
     if where is None and view.shape.key_columns and view.hidden_base_rows is not None:
-        base = view.base.dataset.count_rows() - len(view.hidden_base_rows)
+        base = view.base.rows - len(view.hidden_base_rows)
         fresh = [ScanExec(view, source, [], None) for source in view.sources]
         rows = sum(
             chunk.rows.num_rows for chunk in DeduplicateExec(view, UnionExec(*fresh)).stream()

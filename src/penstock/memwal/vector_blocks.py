@@ -1,10 +1,13 @@
-"""Vectors in memory: those of MemTables and of generations, ready to be compared with a query.
+"""Vectors in memory: of MemTables, generations and unindexed rows, ready to be compared.
 
 What lies in front of the base is small beside it and is searched by every query, while opening
 an index of each generation costs more than comparing its vectors. So a generation's vectors are
 read once, assigned to the partitions of the base's own index, and kept in a cache with a limit in
 bytes. Generations that do not fit are left to their own indexes in Lance; which ones these are
 depends on their sizes only, so that a search never drives out what the next one needs.
+
+The same holds for base rows that the index does not cover yet, fragment by fragment: right after
+a merge they are many, and Lance would read them all for every query.
 
 A MemTable's vectors lie in many small batches. They are copied once into one matrix that grows
 with it, and partitions come from its live index if it has one.
@@ -15,12 +18,15 @@ a vector) are not `usable`.
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import lance
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -33,10 +39,12 @@ from penstock.memwal.cache import ByteCache
 from penstock.memwal.live_indexes import vectors_of
 from penstock.memwal.memtable import MemTable
 from penstock.memwal.shape import TableShape
-from penstock.memwal.sources import ROW_ADDRESS, GenerationSource, MemTableSource, StaleView
+from penstock.memwal.sources import ROW_ADDRESS, ROW_ID, GenerationSource, MemTableSource, StaleView
+from penstock.memwal.vector_group import Part, VectorGroup
 from penstock.memwal.wal import TOMBSTONE
 
 if TYPE_CHECKING:
+    from penstock.memwal.filters import Filter
     from penstock.memwal.view import Reader, View
 
 Floats = npt.NDArray[np.float32]
@@ -45,6 +53,9 @@ Rows = npt.NDArray[np.int64]
 
 VECTOR_CACHE_BYTES = 512 << 20
 _KNOWN_COLUMNS = 64
+_KNOWN_GROUPS = 4
+_GROUP_GENERATIONS = 4
+"""So many generations are searched one by one; of more a group is made."""
 _EXACT_KINDS = ("ivf_flat", "ivf_hnsw_flat")
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
 
@@ -63,6 +74,12 @@ class VectorColumn:
     segments: frozenset[str] = frozenset()
     model: IvfIndex | None = None
     """The index's centroids, to tell a vector's partition; never holds rows."""
+    unindexed: tuple[tuple[str, lance.LanceFragment], ...] = ()
+    """The fragments of the base that the index does not cover, each with its contents' name."""
+
+    def nbytes(self, rows: int) -> int:
+        """How large a block of so many rows is."""
+        return rows * (self.dimensions * 4 + 9)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +87,8 @@ class VectorBlock:
     """The vectors of one source."""
 
     vectors: Floats
+    squares: Floats
+    """Of each vector the sum of its squares."""
     usable: Mask
     partitions: npt.NDArray[np.int32] | None
     model: IvfIndex | None
@@ -77,7 +96,35 @@ class VectorBlock:
     @property
     def nbytes(self) -> int:
         partitions = 0 if self.partitions is None else self.partitions.nbytes
-        return self.vectors.nbytes + self.usable.nbytes + partitions
+        return self.vectors.nbytes + self.squares.nbytes + self.usable.nbytes + partitions
+
+    @property
+    def part(self) -> Part:
+        """The rows that can be found, for a group."""
+        found = np.flatnonzero(self.usable)
+        partitions = None if self.partitions is None else self.partitions[found]
+        return Part(len(self.usable), found, self.vectors[found], self.squares[found], partitions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FragmentBlock:
+    """The vectors of a fragment of the base, and the row id of each."""
+
+    fragment: lance.LanceFragment
+    block: VectorBlock
+    row_ids: npt.NDArray[np.uint64]
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes + self.row_ids.nbytes
+
+    def matching(self, view: View, where: Filter) -> Mask:
+        """Which rows match a filter."""
+        scanner = view.base.dataset.scanner(
+            columns=[], filter=where.sql, fragments=[self.fragment], with_row_id=True
+        )
+        found = scanner.to_table().column(ROW_ID).to_numpy()
+        return np.isin(self.row_ids, found)
 
 
 def is_vector(kind: pa.DataType) -> bool:
@@ -92,12 +139,14 @@ class VectorMemory:
     """What one reader keeps of vectors between searches."""
 
     def __init__(self) -> None:
-        self.blocks: ByteCache[VectorBlock] = ByteCache(VECTOR_CACHE_BYTES)
+        self.blocks: ByteCache[VectorBlock | FragmentBlock] = ByteCache(VECTOR_CACHE_BYTES)
         self._growing: weakref.WeakKeyDictionary[MemTable, _GrowingBlocks] = (
             weakref.WeakKeyDictionary()
         )
         self._columns: dict[tuple[int, str, str | None], VectorColumn] = {}
+        self._groups: dict[tuple[int, frozenset[str]], VectorGroup] = {}
         self._lock = threading.Lock()
+        self._grouping = threading.Lock()
 
     @classmethod
     def of(cls, reader: Reader) -> VectorMemory:
@@ -122,7 +171,7 @@ class VectorMemory:
     def in_memory(self, view: View, column: VectorColumn) -> list[GenerationSource]:
         """The generations whose vectors are kept, smallest first as long as they fit."""
         sizes = [
-            (physical_rows(view, source) * (column.dimensions * 4 + 5), number, source)
+            (column.nbytes(physical_rows(view, source)), number, source)
             for number, source in enumerate(view.sources)
             if isinstance(source, GenerationSource)
         ]
@@ -136,13 +185,71 @@ class VectorMemory:
         return kept
 
     def generation(self, view: View, source: GenerationSource, column: VectorColumn) -> VectorBlock:
-        key = (source.region_id, source.path, column.field_id, column.segments)
-        return self.blocks.get(key, lambda: _load(view, source, column))
+        block = self.blocks.get(_block_key(source, column), lambda: _load(view, source, column))
+        assert isinstance(block, VectorBlock)
+        return block
+
+    def group(
+        self, view: View, column: VectorColumn, generations: Sequence[GenerationSource]
+    ) -> VectorGroup | None:
+        """A group with most of these generations, if they are many; a new one if none has."""
+        if len(generations) < _GROUP_GENERATIONS:
+            return None
+        key = (column.field_id, column.segments)
+        with self._grouping:
+            group = self._groups.get(key)
+            wanted = {source.uri: source for source in generations}
+            if group is not None:
+                inside = sum(uri in wanted for uri in group.generations)
+                few_outside = len(wanted) - inside <= _GROUP_GENERATIONS
+                if few_outside and 2 * inside >= len(group.generations):
+                    return group
+            known = () if group is None else group.generations
+            parts = {
+                uri: group.part(uri)
+                if group is not None and uri in known
+                else self.generation(view, source, column).part
+                for uri, source in wanted.items()
+            }
+            group = VectorGroup(parts, column.model)
+            if len(self._groups) >= _KNOWN_GROUPS:
+                self._groups.clear()
+            self._groups[key] = group
+        for source in generations:
+            self.blocks.discard(_block_key(source, column))
+        return group
+
+    def unindexed(
+        self, view: View, column: VectorColumn, beside: Iterable[GenerationSource]
+    ) -> list[FragmentBlock] | None:
+        """The base rows that the index does not cover; None if they are too many to keep.
+
+        `beside` are the generations that are kept already.
+        """
+        if not column.unindexed:
+            return []
+        rows = sum(physical_rows(view, source) for source in beside)
+        rows += sum(fragment.physical_rows for _, fragment in column.unindexed)
+        if column.nbytes(rows) > self.blocks.limit_bytes:
+            return None
+        if view.shape.key_columns and view.sources and view.hidden_base_rows is None:
+            return None
+        found = []
+        for contents, fragment in column.unindexed:
+            key = (contents, column.field_id, column.segments)
+            block = self.blocks.get(key, partial(_load_fragment, view, fragment, column))
+            assert isinstance(block, FragmentBlock)
+            found.append(block)
+        return found
 
     def memtable(self, view: View, source: MemTableSource, column: VectorColumn) -> VectorBlock:
         with self._lock:
             growing = self._growing.setdefault(source.memtable, _GrowingBlocks())
         return growing.block(view.shape, source, column)
+
+
+def _block_key(source: GenerationSource, column: VectorColumn) -> Hashable:
+    return (source.region_id, source.path, column.field_id, column.segments)
 
 
 _memories: weakref.WeakKeyDictionary[Reader, VectorMemory] = weakref.WeakKeyDictionary()
@@ -161,24 +268,6 @@ def guarded(source: GenerationSource, work: Any) -> Any:
         return work()
     except (OSError, ValueError, RuntimeError) as error:
         raise StaleView(f"generation {source.path} cannot be read: {error}") from error
-
-
-def take_rows(
-    source: MemTableSource, rows: Rows, shape: TableShape, columns: Sequence[str]
-) -> pa.Table:
-    """Rows of a MemTable by number, in that order."""
-    batches = source.memtable.table(source.rows).to_batches()
-    ends = np.cumsum([batch.num_rows for batch in batches])
-    numbers = np.searchsorted(ends, rows, side="right")
-    pieces, order = [], []
-    for number in np.unique(numbers):
-        batch = shape.align(batches[number]).select(list(columns))
-        here = np.flatnonzero(numbers == number)
-        first = int(ends[number]) - batches[number].num_rows
-        pieces.append(batch.take(pa.array(rows[here] - first)))
-        order.append(here)
-    back = np.argsort(np.concatenate(order), kind="stable")
-    return pa.Table.from_batches(pieces).take(pa.array(back))
 
 
 # --- the index of the base -----------------------------------------------------------------
@@ -204,8 +293,16 @@ def _describe(view: View, name: str, metric: str | None) -> VectorColumn:
         if not used or used != (metric or used):
             continue
         segments = frozenset(str(segment.uuid) for segment in index.segments)
+        covered = {number for segment in index.segments for number in segment.fragment_ids}
+        fragments = [f for f in dataset.get_fragments() if f.fragment_id not in covered]
         compressed = index.index_type.lower() not in _EXACT_KINDS
-        known = replace(plain, metric=used, compressed=compressed, segments=segments)
+        known = replace(
+            plain,
+            metric=used,
+            compressed=compressed,
+            segments=segments,
+            unindexed=tuple((_contents(fragment), fragment) for fragment in fragments),
+        )
         try:
             (spec,) = load_index_specs(dataset, [index.name])
         except InvalidInput:  # its files belong to another table; only Lance finds them
@@ -215,6 +312,13 @@ def _describe(view: View, name: str, metric: str | None) -> VectorColumn:
         bare = replace(spec.vector, codebook=None, sq_bounds=None)
         return replace(known, model=IvfIndex(replace(spec, vector=bare)))
     return plain
+
+
+def _contents(fragment: lance.LanceFragment) -> str:
+    """What a fragment's rows are, as long as its files and its deletions are the same."""
+    described = fragment.metadata.to_json()
+    named = {part: described[part] for part in ("id", "files", "overlays", "deletion_file")}
+    return json.dumps(named, sort_keys=True)
 
 
 # --- blocks --------------------------------------------------------------------------------
@@ -227,10 +331,33 @@ def _load(view: View, source: GenerationSource, column: VectorColumn) -> VectorB
     for part, numbers in _stored(view, source, column.name):
         values, valid = _matrix(part)
         vectors[numbers], usable[numbers] = values, valid
+    return _block(vectors, usable, column)
+
+
+def _block(vectors: Floats, usable: Mask, column: VectorColumn) -> VectorBlock:
+    squares = _squares(vectors)
     if column.model is None:
-        return VectorBlock(vectors, usable, None, None)
+        return VectorBlock(vectors, squares, usable, None, None)
     partitions = column.model.encode(vectors, usable).partitions
-    return VectorBlock(vectors, usable, partitions, column.model)
+    return VectorBlock(vectors, squares, usable, partitions, column.model)
+
+
+def _squares(vectors: Floats) -> Floats:
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares: Floats = np.einsum("ij,ij->i", vectors, vectors)
+    return squares
+
+
+def _load_fragment(
+    view: View, fragment: lance.LanceFragment, column: VectorColumn
+) -> FragmentBlock:
+    scanner = view.base.dataset.scanner(
+        columns=[column.name], fragments=[fragment], with_row_id=True
+    )
+    rows = scanner.to_table()
+    vectors, usable = _matrix(rows.column(column.name).combine_chunks())
+    block = _block(vectors, usable, column)
+    return FragmentBlock(fragment, block, rows.column(ROW_ID).to_numpy())
 
 
 def _stored(view: View, source: GenerationSource, name: str) -> Iterator[tuple[pa.Array, Rows]]:
@@ -259,34 +386,50 @@ class _GrowingBlocks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._columns: dict[tuple[int, int], tuple[GrowingArray, GrowingArray]] = {}
+        self._columns: dict[tuple[int, int], _GrowingBlock] = {}
 
     def block(self, shape: TableShape, source: MemTableSource, column: VectorColumn) -> VectorBlock:
-        key = (column.field_id, column.dimensions)
         with self._lock:
-            if key not in self._columns:
-                fresh = (GrowingArray(np.float32, column.dimensions), GrowingArray(np.bool_))
-                self._columns[key] = fresh
-            vectors, usable = self._columns[key]
-            if len(usable) < source.rows:
-                added = source.memtable.table(source.rows).slice(len(usable))
-                for batch in added.to_batches():
-                    values, valid = _matrix(shape.align(batch).column(column.name))
-                    valid &= ~np.asarray(batch.column(TOMBSTONE))
-                    vectors.append(values)
-                    usable.append(valid)
-        partitions = model = None
-        live = source.memtable.indexes.by_name.values()
-        for index in live:
-            if isinstance(index, IvfIndex) and index.column == column.name:
-                known = index.partitions(source.rows)
-                # Rows that the index has not reached yet belong to no partition.
-                partitions = np.full(source.rows, NO_PARTITION, dtype=np.int32)
-                partitions[: len(known)] = known
-                model = index
-                break
+            key = (column.field_id, column.dimensions)
+            growing = self._columns.get(key)
+            if growing is None:
+                growing = self._columns[key] = _GrowingBlock(column.dimensions)
+            growing.extend(shape, source, column.name)
         rows = source.rows
-        return VectorBlock(vectors.values(rows), usable.values(rows), partitions, model)
+        partitions = model = None
+        for index in source.memtable.indexes.by_name.values():
+            if isinstance(index, IvfIndex) and index.column == column.name:
+                partitions, model = index.partitions(rows), index
+                if len(partitions) < rows:
+                    # Rows that the index has not reached yet belong to no partition.
+                    missing = np.full(rows - len(partitions), NO_PARTITION, dtype=np.int32)
+                    partitions = np.concatenate([partitions, missing])
+                break
+        return VectorBlock(
+            growing.vectors.values(rows),
+            growing.squares.values(rows),
+            growing.usable.values(rows),
+            partitions,
+            model,
+        )
+
+
+class _GrowingBlock:
+    def __init__(self, dimensions: int) -> None:
+        self.vectors = GrowingArray(np.float32, dimensions)
+        self.squares = GrowingArray(np.float32)
+        self.usable = GrowingArray(np.bool_)
+
+    def extend(self, shape: TableShape, source: MemTableSource, name: str) -> None:
+        if len(self.usable) >= source.rows:
+            return
+        added = source.memtable.table(source.rows).slice(len(self.usable))
+        for batch in added.to_batches():
+            values, valid = _matrix(shape.align(batch).column(name))
+            valid &= ~np.asarray(batch.column(TOMBSTONE))
+            self.vectors.append(values)
+            self.squares.append(_squares(values))
+            self.usable.append(valid)
 
 
 def _matrix(column: pa.Array) -> tuple[Floats, Mask]:

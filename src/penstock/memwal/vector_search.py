@@ -1,12 +1,13 @@
 """Vector search over a view: the k nearest rows of the merged table, wherever they are stored.
 
 Every source answers with rows that count: the newest of their key, alive, matching the filter.
-The base is asked through Lance and its index. Lance knows nothing of what hides its rows, so
-hidden ones are dropped from its answer, and it is asked for more until enough are left or there
-are no more. Generations and MemTables are compared exactly, row by row, from vectors in memory
-(`vector_blocks`), within the partitions nearest the query where the table has an index. Generations
-that do not fit in the cache are asked through Lance like the base. At last the nearest of all are
-taken, and only their columns read.
+The base is asked through Lance and its index, on another thread, while the rest is compared here.
+Lance knows nothing of what hides its rows, so hidden ones are dropped from its answer, and it is
+asked for more until enough are left or there are no more. Generations, MemTables, and base rows
+that the index does not cover yet are compared exactly, row by row, from vectors in memory
+(`vector_blocks`), within the partitions nearest the query where the table has an index. Those that
+do not fit in the cache are left to Lance. At last the nearest of all are taken (`hits`), and only
+their columns read.
 
 Distances from compressed codes cannot be compared with exact ones: they would favour one source
 over another. So where the index compresses (PQ, SQ) Lance compares more rows than are wanted
@@ -22,8 +23,9 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lance
@@ -33,17 +35,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput
-from penstock.index.ivf import IvfIndex, exact_distances
 from penstock.index.primary_key import key_array
+from penstock.memwal.hits import Hits, SortExec
+from penstock.memwal.plan import Chunk, GlobalLimitExec, Node, UnionExec
 from penstock.memwal.scan import checked_columns
-from penstock.memwal.sources import ROW_ID, GenerationSource, MemTableSource, StaleView
-from penstock.memwal.vector_blocks import (
-    VectorBlock,
-    VectorColumn,
-    VectorMemory,
-    guarded,
-    take_rows,
-)
+from penstock.memwal.sources import ROW_ID, BaseSource, GenerationSource, MemTableSource
+from penstock.memwal.vector_blocks import FragmentBlock, VectorColumn, VectorMemory, guarded
+from penstock.memwal.vector_compare import VectorSearch, nearest, nearest_of_group
+from penstock.memwal.vector_group import VectorGroup
 from penstock.memwal.view import View
 from penstock.memwal.wal import TOMBSTONE
 
@@ -56,58 +55,97 @@ Range = tuple[float | None, float | None]
 
 DISTANCE = "_distance"
 METRICS = ("l2", "cosine", "dot")
-DEFAULT_NPROBES = 20
 DEFAULT_REFINE = 10
 """How many times as many rows as wanted are compared exactly where the index compresses."""
 _LEAST_REFINE = 4
-_BLOCK_ROWS = 1 << 16
-"""So many rows are compared at a time, so that memory stays bounded."""
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
+_SEARCH_THREADS = 8
+"""So many searches ask Lance at a time; more wait their turn."""
+_pool = ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="penstock-search")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Search:
-    """What is asked of every source."""
+class KNNExec(Node[Hits]):
+    """The nearest rows of one source. Each piece has more of them than the one before.
 
-    column: VectorColumn
-    query: Floats
-    metric: str
-    rows: int
-    """How many rows are wanted, those skipped by the offset included."""
-    nprobes: int | None
-    refine: int | None
-    where: Filter | None
-    low: float
-    high: float
-    _probed: dict[int, Mask] = field(default_factory=dict, repr=False)
+    `begin` may be called first, to have the first one found on another thread.
+    """
 
-    def probed(self, model: IvfIndex) -> Mask:
-        """Of each partition whether to look into it; the last stands for rows without one."""
-        known = self._probed.get(id(model))
-        if known is None:
-            known = np.zeros(model.num_partitions + 1, dtype=np.bool_)
-            known[model.probes(self.query, self.nprobes or DEFAULT_NPROBES)] = True
-            known[-1] = True
-            self._probed[id(model)] = known
-        return known
+    def __init__(self, label: str, rows: int, rounds: Callable[[], Iterator[Hits]]) -> None:
+        super().__init__()
+        self._label = label
+        self._rows = rows
+        self._rounds = rounds
+        self._begun: tuple[Iterator[Hits], Future[Hits | None]] | None = None
 
-    def in_range(self, distances: Floats) -> Mask:
-        # No distance is not in range: comparisons with NaN are false.
-        inside: Mask = distances >= self.low
-        return inside if self.high == math.inf else inside & (distances < self.high)
+    def describe(self) -> str:
+        return f"KNNExec: {self._label}, k={self._rows}"
 
-    def is_beyond(self, distances: Floats) -> bool:
-        """Whether anything further away than these is out of range."""
-        return self.high < math.inf and len(distances) > 0 and bool(distances.max() >= self.high)
+    def begin(self) -> None:
+        rounds = self._rounds()
+        self._begun = rounds, _pool.submit(next, rounds, None)
+
+    def _stream(self) -> Iterator[Hits]:
+        if self._begun is None:
+            yield from self._rounds()
+            return
+        rounds, first = self._begun
+        found = first.result()
+        if found is not None:
+            yield found
+            yield from rounds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Hits:
-    """Rows of one source with their distances; `None` is the base."""
+class FilterStaleExec(Node[Hits]):
+    """Leaves out rows that something newer supersedes, exactly; asks for more where too few stay.
 
-    source: GenerationSource | MemTableSource | None
-    rows: npt.NDArray[np.uint64]
-    distances: Floats
+    Sources in memory know which of their rows count before they compare any. Only Lance has to be
+    told afterwards.
+    """
+
+    def __init__(
+        self, view: View, rows: int, union: UnionExec[Hits], last: Sequence[KNNExec]
+    ) -> None:
+        super().__init__(union)
+        self._view = view
+        self._rows = rows
+        self._last = last
+        """Those that answer from another thread: begun first, waited for last."""
+
+    def describe(self) -> str:
+        return f"FilterStaleExec: exact, sources={len(self._view.sources)}"
+
+    def _stream(self) -> Iterator[Hits]:
+        sources = self.children[0].children
+        if len(sources) > 1:
+            for begun in self._last:
+                begun.begin()
+        for source in sorted(sources, key=lambda child: child in self._last):
+            kept: Hits | None = None
+            for hits in source.stream():
+                if hits.counted:
+                    yield hits
+                    continue
+                counts = self._counts(hits)
+                kept = hits if counts.all() else hits.chosen(np.flatnonzero(counts))
+                if kept.num_rows >= self._rows:
+                    break
+            if kept is not None:
+                yield kept
+
+    def _counts(self, hits: Hits) -> Mask:
+        view = self._view
+        if not view.shape.key_columns or not view.sources:
+            return np.ones(hits.num_rows, dtype=np.bool_)
+        if isinstance(hits.source, GenerationSource):
+            newest: Mask = view.freshness.newest(hits.source)[hits.rows.astype(np.int64)]
+            return newest
+        hidden = view.hidden_base_rows
+        if hidden is not None:
+            return ~hidden.contains(hits.rows)
+        # Too many keys to keep: compare those of the hits with those in front of the base.
+        assert hits.columns is not None
+        keys = key_array(hits.columns, view.shape.key_columns)
+        return ~np.asarray(pc.is_in(keys, value_set=view.freshness.distinct))
 
 
 def search_vectors(
@@ -129,34 +167,131 @@ def search_vectors(
     `distance_range` keeps distances from the first up to, not including, the second. The metric
     is that of the column's index unless given, or `l2` if there is none.
     """
-    wanted = checked_columns(view, columns)
+    plan = plan_vector_search(
+        view,
+        column,
+        query,
+        k,
+        nprobes=nprobes,
+        refine=refine,
+        where=where,
+        metric=metric,
+        columns=columns,
+        distance_range=distance_range,
+        offset=offset,
+    )
+    chosen = checked_columns(view, columns)
+    schema = pa.schema([view.shape.schema.field(name) for name in chosen])
+    schema = schema.append(pa.field(DISTANCE, pa.float32()))
+    return pa.Table.from_batches([chunk.rows for chunk in plan.stream()], schema)
+
+
+def plan_vector_search(
+    view: View,
+    column: str,
+    query: Floats,
+    k: int,
+    *,
+    nprobes: int | None = None,
+    refine: int | None = None,
+    where: Filter | None = None,
+    metric: str | None = None,
+    columns: Sequence[str] | None = None,
+    distance_range: Range | None = None,
+    offset: int = 0,
+) -> Node[Chunk]:
+    """The plan of such a search."""
+    chosen = checked_columns(view, columns)
+    rows = k + offset if k else 0
+    hits = plan_vector_hits(
+        view,
+        column,
+        query,
+        rows,
+        nprobes=nprobes,
+        refine=refine,
+        where=where,
+        metric=metric,
+        distance_range=distance_range,
+        columns=chosen,
+    )
+    return GlobalLimitExec(k, offset, SortExec(view, chosen, DISTANCE, hits, fetch=rows))
+
+
+def plan_vector_hits(
+    view: View,
+    column: str,
+    query: Floats,
+    k: int,
+    *,
+    nprobes: int | None = None,
+    refine: int | None = None,
+    where: Filter | None = None,
+    metric: str | None = None,
+    distance_range: Range | None = None,
+    columns: Sequence[str] = (),
+) -> Node[Hits]:
+    """At least the `k` nearest rows of all that count, and their distances.
+
+    `columns` are those that will be wanted of them, to be read on the way where that is cheap.
+    """
     memory = VectorMemory.of(view.reader)
     described = memory.column(view, column, metric)
     used_metric = metric or described.metric or "l2"
     if used_metric not in METRICS:
         raise InvalidInput(f"unknown metric {used_metric!r}; there are: {', '.join(METRICS)}")
     low, high = distance_range or (None, None)
-    search = _Search(
+    search = VectorSearch(
         described,
         _checked_query(query, described, used_metric),
         used_metric,
-        k + offset,
+        k,
         nprobes,
         refine,
         where,
         -math.inf if low is None else low,
         math.inf if high is None else high,
     )
-    found: list[_Hits] = []
+    nodes: list[Node[Hits]] = []
+    begun: list[KNNExec] = []
     if k:
-        generations = set(memory.in_memory(view, described))
+        # What is kept in memory depends on the whole table, not on what one query leaves out.
+        generations = memory.in_memory(view, described)
+        group = memory.group(view, described, generations)
+        view = view.pruned(where)
+        asked = {source.uri for source in view.sources if isinstance(source, GenerationSource)}
+        kept = {source.uri: source for source in generations if source.uri in asked}
+        grouped: dict[str, GenerationSource] = {}
+        if group is not None:
+            grouped = {uri: kept[uri] for uri in group.generations if uri in kept}
+        if group is not None and grouped:
+            label = ", ".join(source.label for source in grouped.values())
+            nodes.append(KNNExec(label, k, partial(_search_group, view, group, grouped, search)))
         for source in reversed(view.sources):
-            if isinstance(source, MemTableSource) or source in generations:
-                found.append(_search_memory(view, source, search, memory))
+            if isinstance(source, MemTableSource):
+                rounds = partial(_search_memory, view, source, search, memory)
+            elif source.uri in grouped:
+                continue
+            elif source.uri in kept:
+                rounds = partial(_search_memory, view, source, search, memory)
             else:
-                found.append(_search_generation(view, source, search))
-        found.append(_search_base(view, search))
-    return _nearest_rows(view, found, k, offset, wanted)
+                rounds = partial(_search_generation, view, source, search)
+            nodes.append(KNNExec(source.label, k, rounds))
+        base = BaseSource(view.base.dataset, numbered=True)
+        fragments = None
+        if search.uses_index:
+            fragments = memory.unindexed(view, described, generations)
+        for fragment in fragments or ():
+            label = f"{base.label}, unindexed fragment {fragment.fragment.fragment_id}"
+            nodes.append(KNNExec(label, k, partial(_search_fragment, view, fragment, search)))
+        if view.base.rows:
+            indexed_only = fragments is not None
+            last = KNNExec(
+                base.label, k, partial(_search_base, view, search, list(columns), indexed_only)
+            )
+            begun.append(last)
+            nodes.append(last)
+    return FilterStaleExec(view, k, UnionExec(*nodes), begun)
 
 
 def _checked_query(query: Floats, column: VectorColumn, metric: str) -> Floats:
@@ -180,8 +315,11 @@ def _checked_query(query: Floats, column: VectorColumn, metric: str) -> Floats:
 
 
 def _search_memory(
-    view: View, source: GenerationSource | MemTableSource, search: _Search, memory: VectorMemory
-) -> _Hits:
+    view: View,
+    source: GenerationSource | MemTableSource,
+    search: VectorSearch,
+    memory: VectorMemory,
+) -> Iterator[Hits]:
     if isinstance(source, MemTableSource):
         block = memory.memtable(view, source, search.column)
     else:
@@ -191,46 +329,42 @@ def _search_memory(
         counting = counting & view.freshness.newest(source)
     if search.where is not None and counting.any():
         counting = counting & _matching(view, source, search.where, len(counting))
-    rows = _probed(block, counting, search)
-    distances = _distances(block, rows, search)
-    kept = search.in_range(distances)
-    if rows is not None and np.count_nonzero(kept) < search.rows:
-        # Not enough in the nearest partitions: every row is compared.
-        rows, distances = None, _distances(block, None, search)
-        kept = search.in_range(distances)
-    if rows is None:
-        kept &= counting
-    chosen = np.flatnonzero(kept)
-    if len(chosen) > search.rows:
-        nearest = np.argpartition(distances[chosen], search.rows - 1)[: search.rows]
-        chosen = chosen[nearest]
-    numbers = chosen if rows is None else rows[chosen]
-    return _Hits(source, numbers.astype(np.uint64), distances[chosen])
+    rows, distances = nearest(block, counting, search)
+    yield Hits(source, rows.astype(np.uint64), distances, counted=True)
 
 
-def _probed(block: VectorBlock, counting: Mask, search: _Search) -> npt.NDArray[np.int64] | None:
-    """The rows to compare: those that count in the nearest partitions; None stands for all."""
-    live = int(np.count_nonzero(counting))
-    model = block.model
-    if block.partitions is not None and model is not None and model.metric == search.metric:
-        rows = np.flatnonzero(search.probed(model)[block.partitions] & counting)
-        if len(rows) >= min(search.rows, live):
-            return rows
-    return np.flatnonzero(counting) if live * 4 < len(counting) else None
+def _search_group(
+    view: View, group: VectorGroup, sources: Mapping[str, GenerationSource], search: VectorSearch
+) -> Iterator[Hits]:
+    counting = np.zeros(int(group.firsts[-1]), dtype=np.bool_)
+    for number, uri in enumerate(group.generations):
+        source = sources.get(uri)
+        if source is None:
+            continue
+        here = counting[group.firsts[number] : group.firsts[number + 1]]
+        here[:] = view.freshness.newest(source) if view.shape.key_columns else True
+        if search.where is not None and here.any():
+            here &= _matching(view, source, search.where, len(here))
+    places, distances = nearest_of_group(group, counting, search)
+    if len(places) > search.rows:
+        chosen = np.argpartition(distances, search.rows - 1)[: search.rows]
+        places, distances = places[chosen], distances[chosen]
+    owners = group.owners(places)
+    for number in np.unique(owners).tolist():
+        here = owners == number
+        rows = (places[here] - group.firsts[number]).astype(np.uint64)
+        yield Hits(sources[group.generations[number]], rows, distances[here], counted=True)
 
 
-def _distances(block: VectorBlock, rows: npt.NDArray[np.int64] | None, search: _Search) -> Floats:
-    count = len(block.vectors) if rows is None else len(rows)
-    parts = [np.empty(0, dtype=np.float32)]
-    for at in range(0, count, _BLOCK_ROWS):
-        end = min(at + _BLOCK_ROWS, count)
-        vectors = block.vectors[at:end] if rows is None else block.vectors[rows[at:end]]
-        with np.errstate(over="ignore", invalid="ignore"):
-            distances = exact_distances(search.query, vectors, search.metric)
-        if search.metric == "cosine":
-            distances[~vectors.any(axis=1)] = np.nan
-        parts.append(distances)
-    return np.concatenate(parts)
+def _search_fragment(view: View, fragment: FragmentBlock, search: VectorSearch) -> Iterator[Hits]:
+    counting = fragment.block.usable
+    hidden = view.hidden_base_rows if view.shape.key_columns and view.sources else None
+    if hidden is not None:
+        counting = counting & ~hidden.contains(fragment.row_ids)
+    if search.where is not None and counting.any():
+        counting = counting & fragment.matching(view, search.where)
+    rows, distances = nearest(fragment.block, counting, search)
+    yield Hits(None, fragment.row_ids[rows], distances, counted=True)
 
 
 def _matching(
@@ -246,68 +380,61 @@ def _matching(
 # --- sources in Lance ----------------------------------------------------------------------
 
 
-def _search_generation(view: View, source: GenerationSource, search: _Search) -> _Hits:
+def _search_generation(
+    view: View, source: GenerationSource, search: VectorSearch
+) -> Iterator[Hits]:
     sql = f"{TOMBSTONE} = false"
     if search.where is not None:
         sql = f"{sql} AND ({search.where.sql})"
-    newest = view.freshness.newest(source) if view.shape.key_columns else None
+    dataset, share = source.dataset, 1.0
+    if view.shape.key_columns:
+        newest = view.freshness.newest(source)
+        share = float(np.count_nonzero(newest)) / max(1, len(newest))
+    rounds = _ask_lance(dataset, dataset.count_rows(), search, sql, share, [])
+    while True:
+        hits = guarded(source, lambda: next(rounds, None))
+        if hits is None:
+            return
+        yield Hits(source, hits[ROW_ID].to_numpy() & _OFFSET_MASK, hits[DISTANCE].to_numpy())
 
-    def counts(hits: pa.Table) -> Mask:
-        rows = (hits.column(ROW_ID).to_numpy() & _OFFSET_MASK).astype(np.int64)
-        return np.ones(len(rows), dtype=np.bool_) if newest is None else newest[rows]
 
-    share = 1.0 if newest is None else float(np.count_nonzero(newest)) / max(1, len(newest))
-    rows, distances = guarded(
-        source, lambda: _ask_lance(source.dataset, search, sql, share, counts, [])
-    )
-    return _Hits(source, rows & _OFFSET_MASK, distances)
-
-
-def _search_base(view: View, search: _Search) -> _Hits:
-    dataset = view.base.dataset
+def _search_base(
+    view: View, search: VectorSearch, columns: list[str], indexed_only: bool
+) -> Iterator[Hits]:
+    dataset, rows = view.base.dataset, view.base.rows
+    share, needed = 1.0, list(columns)
+    if view.shape.key_columns and view.sources:
+        hidden = view.hidden_base_rows
+        if hidden is not None:
+            share = 1.0 - len(hidden) / rows
+        else:
+            share = max(0.5, 1.0 - len(view.freshness.distinct) / rows)
+            needed += [name for name in view.shape.key_columns if name not in columns]
+    if share <= 0.0:
+        return
     sql = None if search.where is None else search.where.sql
-    total = dataset.count_rows()
-    needed: list[str] = []
-    hidden = view.hidden_base_rows if view.shape.key_columns and view.sources else None
-    if not (view.shape.key_columns and view.sources):
-        share = 1.0
-
-        def counts(hits: pa.Table) -> Mask:
-            return np.ones(hits.num_rows, dtype=np.bool_)
-
-    elif hidden is not None:
-        share = 1.0 - len(hidden) / max(1, total)
-
-        def counts(hits: pa.Table) -> Mask:
-            return ~hidden.contains(hits.column(ROW_ID).to_numpy())
-
-    else:
-        # Too many keys to keep: compare those of the hits with those in front of the base.
-        needed = list(view.shape.key_columns)
-        newer = view.freshness.distinct
-        share = max(0.5, 1.0 - len(newer) / max(1, total))
-
-        def counts(hits: pa.Table) -> Mask:
-            return ~np.asarray(pc.is_in(key_array(hits, needed), value_set=newer))
-
-    if not total or share <= 0.0:
-        return _Hits(None, np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.float32))
-    return _Hits(None, *_ask_lance(dataset, search, sql, share, counts, needed))
+    for hits in _ask_lance(dataset, rows, search, sql, share, needed, indexed_only):
+        yield Hits(
+            None,
+            hits[ROW_ID].to_numpy(),
+            hits[DISTANCE].to_numpy(),
+            hits.select(needed) if needed else None,
+        )
 
 
 def _ask_lance(
     dataset: lance.LanceDataset,
-    search: _Search,
+    total: int,
+    search: VectorSearch,
     sql: str | None,
     share: float,
-    counts: Callable[[pa.Table], Mask],
     columns: list[str],
-) -> tuple[npt.NDArray[np.uint64], Floats]:
-    """The nearest rows that count, asking for more until there are enough or no more.
+    indexed_only: bool = False,
+) -> Iterator[pa.Table]:
+    """The nearest rows in range, more and more of them, until there are no more.
 
     `share` is the part of all rows that count, to ask for enough at the first attempt.
     """
-    total = dataset.count_rows()
     share = max(share, 1 / total)
     # As many as hold enough that count on average, and two standard deviations more.
     asked = math.ceil((search.rows + 2 * math.sqrt(search.rows * (1 - share))) / share)
@@ -316,9 +443,9 @@ def _ask_lance(
         "column": search.column.name,
         "q": search.query,
         "metric": search.metric,
-        "use_index": search.column.metric == search.metric,
+        "use_index": search.uses_index,
     }
-    if search.column.compressed and nearest["use_index"]:
+    if search.column.compressed and search.uses_index:
         # By default so many times the rows wanted, however many more are asked for.
         spread = math.ceil(DEFAULT_REFINE * search.rows / max(1, asked))
         nearest["refine_factor"] = search.refine or max(_LEAST_REFINE, spread)
@@ -331,65 +458,23 @@ def _ask_lance(
             filter=sql,
             prefilter=sql is not None,
             with_row_id=True,
+            fast_search=indexed_only,
         ).to_table()
-        distances = hits.column(DISTANCE).to_numpy()
-        kept = counts(hits) & search.in_range(distances)
-        enough = np.count_nonzero(kept) >= search.rows
-        beyond = search.is_beyond(distances)
-        if hits.num_rows < asked and not enough and not beyond and "nprobes" in nearest:
-            del nearest["nprobes"]  # without it Lance goes on to further partitions
+        distances = hits[DISTANCE].to_numpy()
+        if np.isinf(distances).any() and search.uses_index and "refine_factor" not in nearest:
+            # Rows that match a filter but lie in no partition it looked into: Lance adds them
+            # without a distance where there are too few others.
+            nearest["refine_factor"] = 1
             continue
-        if enough or beyond or hits.num_rows < asked or asked >= total:
-            chosen = np.flatnonzero(kept)
-            chosen = chosen[np.argsort(distances[chosen], kind="stable")[: search.rows]]
-            return hits.column(ROW_ID).to_numpy()[chosen], distances[chosen]
-        asked = min(total, 2 * asked)
-
-
-# --- the answer ----------------------------------------------------------------------------
-
-
-def _nearest_rows(
-    view: View, found: Sequence[_Hits], k: int, offset: int, columns: list[str]
-) -> pa.Table:
-    """The rows of the `k` nearest hits after the first `offset`, in order."""
-    distances = np.concatenate([np.empty(0, np.float32), *(hits.distances for hits in found)])
-    order = np.argsort(distances, kind="stable")[offset : offset + k]
-    found_distances = pa.array(distances[order], pa.float32())
-    if not columns:
-        return pa.table({DISTANCE: found_distances})
-    schema = pa.schema([view.shape.schema.field(name) for name in columns])
-    parts: list[pa.Table] = [schema.empty_table()]
-    places = []
-    first = 0
-    for hits in found:
-        end = first + len(hits.rows)
-        here = np.flatnonzero((order >= first) & (order < end))
-        if len(here):
-            rows = hits.rows[order[here] - first]
-            parts.append(_taken(view, hits.source, rows, columns).cast(schema))
-            places.append(here)
-        first = end
-    rows_by_source = pa.concat_tables(parts)
-    if len(places) > 1:
-        back = np.argsort(np.concatenate(places), kind="stable")
-        rows_by_source = rows_by_source.take(pa.array(back))
-    return rows_by_source.append_column(pa.field(DISTANCE, pa.float32()), found_distances)
-
-
-def _taken(
-    view: View,
-    source: GenerationSource | MemTableSource | None,
-    rows: npt.NDArray[np.uint64],
-    columns: list[str],
-) -> pa.Table:
-    """Rows of one source in the order given."""
-    if source is None:
-        taken = view.base.dataset._take_rows(rows.tolist(), columns=columns)
-    elif isinstance(source, GenerationSource):
-        taken = source.take(rows.astype(np.int64), view.shape, columns)
-    else:
-        taken = take_rows(source, rows.astype(np.int64), view.shape, columns)
-    if taken.num_rows != len(rows):
-        raise StaleView(f"{len(rows)} rows were found and {taken.num_rows} of them are there")
-    return taken.select(columns)
+        inside = search.in_range(distances)
+        yield hits if inside.all() else hits.filter(pa.array(inside))
+        if search.is_beyond(distances):
+            return
+        if hits.num_rows < asked:
+            if "nprobes" not in nearest:
+                return
+            del nearest["nprobes"]  # without it Lance goes on to further partitions
+        elif asked >= total:
+            return
+        else:
+            asked = min(total, 2 * asked)
