@@ -1,8 +1,8 @@
-"""Failures 11 and 15 to 17: how merged reads of this design lost or invented rows elsewhere.
+"""Failures 11 and 14 to 17: how merged reads of this design lost or invented rows elsewhere.
 
 Each test lets something happen at every single call that a read makes to the store, or between
 its calls, and holds the outcome against one rule: a read answers as of one moment that is not
-before it began, or says why it cannot. Failures 12 to 14 are about search.
+before it began, or says why it cannot. Failures 12 and 13 are about vector search.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lance
+import numpy as np
 import pyarrow as pa
 import pytest
 from lance.mem_wal import CompactedSsTable
@@ -26,6 +27,7 @@ from penstock.memwal import names
 from penstock.memwal.index_details import read_details
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest
 from penstock.memwal.regions import load_manifests
+from penstock.memwal.text_search import search_text
 from penstock.storage.faults import FaultStore, Rule
 from penstock.storage.open import open_store
 from penstock.storage.seams import Seams
@@ -185,6 +187,51 @@ def test_failure_11_rows_stream_from_the_view_the_read_began_with(tmp_path: Path
         process.table.upsert([row(key, value) for key, value in LAYERED.items()])
 
 
+# --- 14: text scores from different statistics ---------------------------------------------------
+
+
+def texts(table: Table, text: str, k: int | None = None) -> dict[int, float]:
+    found = table._reader.read(
+        table._region_writers, lambda view: search_text(view, ["value"], text, k)
+    )
+    return dict(zip(found["id"].to_pylist(), found["_score"].to_pylist(), strict=True))
+
+
+def test_failure_14_text_scores_from_different_statistics(tmp_path: Path) -> None:
+    # The word is rare in the base and in every row of a generation: scored apart, the same
+    # document would be worth much in one and nothing in the other. Lengths differ between layers,
+    # so that each one's own average would shift its rows too.
+    lake = make_lake(tmp_path)
+    process = lake.process()
+    table = process.table
+    table.upsert([row(n, f"long winded prose number{n} " * 4) for n in range(100, 160)])
+    table.upsert([row(1, "cold rivers"), row(2, "cold")])
+    table.flush()
+    merge(lake)
+    table.create_index("value", "fts")
+    for first in (10, 20):
+        table.upsert([row(first + n, "cold " * (n + 1)) for n in range(8)])
+        table.upsert([row(first + 8, "cold rivers"), row(first + 9, "cold")])
+        if first == 10:
+            table.flush()
+    table.upsert([row(30, "cold rivers"), row(31, "cold"), row(150, "cold rivers")])
+    table.delete(keys=[*range(100, 110), 13])
+    whole = lance.write_dataset(table.to_arrow(), str(tmp_path / "whole.lance"))
+    whole.create_scalar_index("value", "INVERTED")
+    for reader in (table, lake.reader()):
+        for text in ("cold", "rivers", "cold rivers", "prose"):
+            found = texts(reader, text)
+            theirs = whole.to_table(["id"], full_text_query=text, limit=1000)
+            expected = dict(
+                zip(theirs["id"].to_pylist(), theirs["_score"].to_pylist(), strict=True)
+            )
+            assert found == pytest.approx(expected, rel=1e-4)
+        found = texts(reader, "cold rivers")
+        assert len({found[key] for key in (1, 18, 28, 30, 150)}) == 1
+        assert len({found[key] for key in (2, 10, 19, 20, 29, 31)}) == 1
+        assert set(texts(reader, "cold rivers", 5)) == {1, 18, 28, 30, 150}
+
+
 # --- 15: tombstones ignored ----------------------------------------------------------------------
 
 LAYERS = ["base", "generation", "frozen", "memory"]
@@ -222,6 +269,27 @@ def test_failure_15_tombstones_ignored(tmp_path: Path, live_in: str, deleted_in:
         assert table.count("value = 'is back' OR id = 2") == 1
         assert [len(table.scan(["id"], limit=n).read_all()) for n in (1, 3, 9)] == [1, 3, 3]
         assert len(table.scan(filter="id < 3", offset=1).read_all()) == 0
+
+
+@pytest.mark.parametrize("live_in", LAYERS)
+@pytest.mark.parametrize("deleted_in", LAYERS)
+def test_failure_15_tombstones_ignored_by_text_search(
+    tmp_path: Path, live_in: str, deleted_in: str
+) -> None:
+    lake = make_lake(tmp_path)
+    process = lake.process()
+    process.table.create_index("value", "fts")
+    process.table.upsert([row(1, "stays"), row(2, "goes"), row(3, "goes"), row(4, "goes on")])
+    sink(lake, process, live_in)
+    process.table.delete(keys=[2, 3, 77])
+    process.table.upsert([row(3, "it stays"), row(4, "changed")])
+    sink(lake, process, deleted_in)
+    for table in (process.table, lake.reader()):
+        assert texts(table, "goes") == texts(table, "goes", 1) == {}
+        assert set(texts(table, "stays")) == {1, 3}
+        assert set(texts(table, "changed goes stays", 3)) == {1, 3, 4}
+        # One of three documents has the word: nothing that is gone counts any more.
+        assert texts(table, "changed") == pytest.approx({4: np.log(1 + 2.5 / 1.5)}, rel=1e-4)
 
 
 # --- 16: a strong read served from a cache -------------------------------------------------------

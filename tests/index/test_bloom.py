@@ -78,3 +78,11 @@ def test_bytes_that_are_no_filter_are_refused() -> None:
             BloomFilter.from_bytes(data)
     with pytest.raises(InvalidInput):
         BloomFilter().insert(np.arange(3))
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200, unique=True))
+def test_a_key_alone_is_answered_as_among_many(numbers: list[int]) -> None:
+    hashes = np.array(numbers, dtype=np.uint64)
+    bloom = BloomFilter.from_hashes(hashes[::2])
+    together = bloom.contains(hashes).tolist()
+    assert [bool(bloom.contains(hashes[at : at + 1])[0]) for at in range(len(hashes))] == together

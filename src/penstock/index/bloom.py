@@ -54,6 +54,7 @@ _SALTS = np.array(
     ],
     dtype=np.uint32,
 )
+_SALT_NUMBERS: tuple[int, ...] = tuple(_SALTS.tolist())
 
 
 def pk_hashes(columns: Sequence[pa.Array]) -> U64:
@@ -165,9 +166,22 @@ class BloomFilter:
 
     def contains(self, hashes: U64) -> npt.NDArray[np.bool_]:
         """False where the key was certainly never inserted."""
+        if len(hashes) == 1 and hashes.dtype == np.uint64:
+            return np.array([self._contains_one(int(hashes[0]))])
         words, bits = self._places(hashes)
         found: npt.NDArray[np.bool_] = ((self._words[words] & bits) != 0).all(axis=1)
         return found
+
+    def _contains_one(self, key_hash: int) -> bool:
+        """The same for one key, several times faster: most are ruled out by the first words."""
+        blocks = len(self._words) // 8
+        first = 8 * (((key_hash >> 32) * blocks) >> 32)
+        low = key_hash & 0xFFFFFFFF
+        block = self._words[first : first + 8].tolist()
+        return all(
+            word >> (((low * salt) & 0xFFFFFFFF) >> 27) & 1
+            for word, salt in zip(block, _SALT_NUMBERS, strict=True)
+        )
 
     def may_contain(self, columns: Sequence[pa.Array]) -> npt.NDArray[np.bool_]:
         """`contains` for keys given as columns, for filters written by Penstock or by Lance."""

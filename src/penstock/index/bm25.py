@@ -46,6 +46,8 @@ K1 = 1.2
 B = 0.75
 
 _SPARSE_FACTOR = 16
+_PLACES_LIMIT = 1 << 26
+"""Places of a phrase are marked in an array of up to so many bytes, else searched for."""
 
 
 def idf(documents: int, document_frequency: int) -> float:
@@ -138,7 +140,7 @@ def search(
     """
     corpus = statistics or CorpusStatistics.total(source.statistics for source in sources)
     matches = [match(source, terms, corpus, operator, positions) for source in sources]
-    return matches if k is None else _best(matches, k)
+    return matches if k is None else best(matches, k)
 
 
 def match(
@@ -290,39 +292,55 @@ def _with_phrase(
     """The rows that have the terms at the same distances as the phrase."""
     starts: Int64s | None = None
     first = min(place for _, place in tokens)
+    width = 1 + max(_last_place(hits, term) for term, hits in found.items())
     for term, place in sorted(tokens, key=lambda token: len(found[token[0]].rows)):
-        places = _places(found[term], rows, term, size)
-        shifted = places - (place - first)
-        # A phrase that would begin before the document is no match; nor may it borrow from the row
-        # before, whose key is one less in the upper half.
-        shifted = shifted[(shifted >> 32) == (places >> 32)]
-        starts = shifted if starts is None else _intersection(starts, shifted)
+        ordinals, positions = _places(found[term], rows, size)
+        positions -= place - first
+        # A phrase that would begin before the document is no match.
+        inside = positions >= 0
+        shifted = ordinals[inside] * width + positions[inside]
+        starts = shifted if starts is None else _shared(starts, shifted, len(rows) * width)
         if not len(starts):
             return rows[:0]
     assert starts is not None
-    return rows[np.unique(starts >> 32)]
+    return rows[np.unique(starts // width)]
 
 
-def _places(hits: Postings, rows: Int64s, term: str, size: int) -> Int64s:
-    """Where a term is in the rows: ordinal of the row in the upper half, position in the lower."""
+def _shared(few: Int64s, many: Int64s, limit: int) -> Int64s:
+    """The values, all below the limit, of the first that the second has too; both ascending."""
+    if limit > _PLACES_LIMIT or len(few) * _SPARSE_FACTOR < len(many):
+        return _intersection(few, many)
+    has = np.zeros(limit, dtype=np.bool_)
+    has[many] = True
+    return few[has[few]]
+
+
+def _last_place(hits: Postings, term: str) -> int:
     if hits.positions is None or hits.bounds is None:
         raise InvalidInput(
             f"the postings of {term!r} have no positions, phrases need them; create the index "
             f"with with_position=True"
         )
+    return int(hits.positions.max(initial=0))
+
+
+def _places(hits: Postings, rows: Int64s, size: int) -> tuple[Int64s, Int64s]:
+    """Where a term is in the rows: the ordinal of the row, and the position in it."""
+    assert hits.positions is not None
+    assert hits.bounds is not None
     at = _find(rows, hits.rows, size)
     counts = hits.frequencies[at].astype(np.int64)
     before = np.cumsum(counts) - counts
     picked = np.repeat(hits.bounds[at] - before, counts) + np.arange(int(counts.sum()))
     ordinals = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
-    places: Int64s = ordinals << 32 | hits.positions[picked]
-    return places
+    return ordinals, hits.positions[picked].astype(np.int64)
 
 
 # --- the best of all ---
 
 
-def _best(matches: Sequence[Matches], k: int) -> list[Matches]:
+def best(matches: Sequence[Matches], k: int) -> list[Matches]:
+    """The k best of all, by source; best first, equal ones by source and row."""
     if k < 0:
         raise InvalidInput(f"k is {k}; ask for 0 rows or more")
     total = sum(map(len, matches))

@@ -80,7 +80,7 @@ class LanceTextIndex:
         self._cache: OrderedDict[tuple[str, bool], Postings] = OrderedDict()
         self._cached_bytes = 0
         self._documents: tuple[UInt64s, Int32s] | None = None
-        self._sorted: tuple[UInt64s, Int64s] | None = None
+        self._sorted: tuple[UInt64s, Int64s | None] | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -137,7 +137,9 @@ class LanceTextIndex:
     @property
     def nbytes(self) -> int:
         """Memory held: term dictionaries, documents and cached postings."""
-        arrays: list[npt.NDArray[Any]] = [*(self._documents or ()), *(self._sorted or ())]
+        arrays: list[npt.NDArray[Any]] = list(self._documents or ())
+        if self._sorted is not None and self._sorted[1] is not None:
+            arrays += [self._sorted[0], self._sorted[1]]
         return (
             sum(partition.nbytes for partition in self._partitions)
             + sum(array.nbytes for array in arrays)
@@ -170,10 +172,13 @@ class LanceTextIndex:
             )
         key = (term, positions)
         with self._lock:
+            if not positions and key not in self._cache:
+                key = (term, True)
             found = self._cache.get(key)
             if found is not None:
                 self._cache.move_to_end(key)
                 return found
+        key = (term, positions)
         decoded = _joined([part.postings(term, positions) for part in self._partitions], positions)
         with self._lock:
             self._remember(key, decoded)
@@ -197,7 +202,22 @@ class LanceTextIndex:
             return np.zeros(len(row_ids), dtype=np.int32)
         places = np.searchsorted(ids, row_ids, side="right") - 1
         found = (places >= 0) & (ids[places] == row_ids)
-        return np.where(found, lengths[rows[places]], np.int32(0))
+        return np.where(found, lengths[places if rows is None else rows[places]], np.int32(0))
+
+    def rows_of(self, row_ids: UInt64s) -> Int64s:
+        """Every row with one of these row ids, in no order; live or not, so some have several."""
+        ids, order = self._load_sorted()
+        wanted = np.unique(row_ids)
+        places = np.searchsorted(ids, wanted)
+        found = []
+        while len(places):
+            inside = places < len(ids)
+            places, wanted = places[inside], wanted[inside]
+            same = ids[places] == wanted
+            places, wanted = places[same], wanted[same]
+            found.append(places if order is None else order[places])
+            places = places + 1
+        return np.concatenate([np.zeros(0, np.int64), *found])
 
     def live_rows(self, dataset: lance.LanceDataset) -> Bools:
         """Which rows are still what the dataset has: neither deleted, updated nor moved out.
@@ -233,11 +253,15 @@ class LanceTextIndex:
             )
         return self._documents
 
-    def _load_sorted(self) -> tuple[UInt64s, Int64s]:
+    def _load_sorted(self) -> tuple[UInt64s, Int64s | None]:
+        """Row ids in order, and the row of each; None if the rows are in that order."""
         if self._sorted is None:
             ids, _ = self._load_documents()
-            order = np.argsort(ids, kind="stable")
-            self._sorted = ids[order], order
+            if bool((ids[1:] >= ids[:-1]).all()):
+                self._sorted = ids, None
+            else:
+                order = np.argsort(ids, kind="stable")
+                self._sorted = ids[order], order
         return self._sorted
 
     def _remember(self, key: tuple[str, bool], postings: Postings) -> None:

@@ -17,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -363,6 +364,7 @@ class PkIndexReader:
         self._page_rows = int(metadata.get(b"batch_size", PAGE_ROWS))
         self._min = one_chunk(directory.column("min"))
         self._max = one_chunk(directory.column("max"))
+        self._first_keys = python_keys(self._min)
         self.key_type: pa.DataType = self._min.type
         self.num_rows: int = self._data.num_rows()
         self._cached_pages = cached_pages
@@ -390,6 +392,9 @@ class PkIndexReader:
         newest = np.full(len(keys), -1, dtype=np.int64)
         if self.num_rows == 0 or len(keys) == 0:
             return newest
+        if len(keys) == 1:
+            newest[0] = self._newest_one(keys)
+            return newest
         page_of_key = _search(self._min, keys, "right") - 1
         for page in np.unique(page_of_key[page_of_key >= 0]).tolist():
             asked = np.flatnonzero(page_of_key == page)
@@ -400,14 +405,43 @@ class PkIndexReader:
             newest[asked[hit]] = rows[at[hit]]
         return newest
 
+    def _newest_one(self, keys: pa.Array) -> int:
+        """The same for one key, without the fixed cost of a dozen vectorised calls."""
+        key = keys[0].as_py()
+        page = bisect_right(self._first_keys, key) - 1
+        if page < 0:
+            return -1
+        values, rows = self._page(page)
+        at = int(_search(values, keys, "right")[0]) - 1
+        return int(rows[at]) if values[at].as_py() == key else -1
+
+    def in_memory(self, keys: pa.Array) -> bool:
+        """Whether the keys can be found without reading another page."""
+        if len(self._pages) == len(self._first_keys):
+            return True
+        keys = self._keys(one_chunk(keys))
+        pages = np.unique(_search(self._min, keys, "right") - 1).tolist()
+        with self._lock:
+            return all(page < 0 or page in self._pages for page in pages)
+
     def keys_by_row(self) -> pa.Array:
         """The key of every row, in row order."""
         everything = self._data.read_all(batch_size=self.num_rows or 1).to_table()
         keys = one_chunk(everything.column("values"))
         rows = everything.column("ids").to_numpy().astype(np.int64)
+        self._keep_pages(keys, rows)
         places = np.empty(len(rows), dtype=np.int64)
         places[rows] = np.arange(len(rows))
         return keys.take(pa.array(places))
+
+    def _keep_pages(self, keys: pa.Array, rows: npt.NDArray[np.int64]) -> None:
+        """Everything was read: if all of its pages may be kept, none needs to be read again."""
+        if len(self._first_keys) > self._cached_pages:
+            return
+        with self._lock:
+            for page in range(len(self._first_keys)):
+                part = slice(page * self._page_rows, (page + 1) * self._page_rows)
+                self._pages.setdefault(page, (keys[part], rows[part]))
 
     def contains_many(self, keys: pa.Array) -> Mask:
         """For each key whether the generation has a row with it."""

@@ -255,6 +255,7 @@ class TextIndex:
         self.name, self.column = spec.name, spec.column
         self.analyzer = analyzer or TextAnalyzer(spec.text)
         self._spec = spec
+        self.params: Mapping[str, Any] = spec.text
         self._with_positions = bool(spec.text.get("with_position"))
         self._lengths = GrowingArray(np.int32)
         self._runs: tuple[TextDelta, ...] = ()
@@ -312,12 +313,18 @@ class TextIndex:
         lengths = self.document_lengths(visible_rows)
         return int(np.count_nonzero(lengths)), int(lengths.sum(dtype=np.int64))
 
-    def postings(self, term: str, visible_rows: int | None = None) -> Postings:
-        """The rows below `visible_rows` that have the term; a term as the tokenizer leaves it."""
+    def postings(
+        self, term: str, visible_rows: int | None = None, *, positions: bool = True
+    ) -> Postings:
+        """The rows below `visible_rows` that have the term; a term as the tokenizer leaves it.
+
+        Without positions, if they are not needed; an index that has none gives none.
+        """
+        positions = positions and self._with_positions
         known = self.analyzer.term_id(term)
         term_id = np.int32(-1 if known is None else known)
         limit = len(self._lengths) if visible_rows is None else visible_rows
-        rows, frequencies, positions = [], [], []
+        rows, frequencies, places = [], [], []
         for run in self._runs:
             start = int(np.searchsorted(run.terms, term_id, side="left"))
             stop = int(np.searchsorted(run.terms, term_id, side="right"))
@@ -326,18 +333,18 @@ class TextIndex:
                 continue
             rows.append(run.rows[start:stop])
             frequencies.append(run.frequencies[start:stop])
-            if run.positions is not None:
+            if positions and run.positions is not None:
                 first = int(run.frequencies[:start].sum(dtype=np.int64))
                 last = first + int(run.frequencies[start:stop].sum(dtype=np.int64))
-                positions.append(run.positions[first:last])
+                places.append(run.positions[first:last])
         joined = np.concatenate(frequencies) if frequencies else np.empty(0, dtype=np.int32)
         bounds = None
-        if self._with_positions:
+        if positions:
             bounds = np.concatenate([[0], np.cumsum(joined, dtype=np.int64)])
         return Postings(
             np.concatenate(rows) if rows else np.empty(0, dtype=np.int64),
             joined,
-            _concatenated(positions) if self._with_positions else None,
+            _concatenated(places) if positions else None,
             bounds,
         )
 
@@ -412,7 +419,7 @@ def _merge_small(runs: tuple[TextDelta, ...]) -> tuple[TextDelta, ...]:
         total = sum(len(run.terms) for run in runs[first:])
         if len(runs) - first < _MERGE_WIDTH or total > _MERGED_POSTINGS_LIMIT:
             break
-        runs = (*runs[:first], _merged(runs[first:]))
+        runs = (*runs[:first], merge_runs(runs[first:]))
     return runs
 
 
@@ -420,7 +427,8 @@ def _level(run: TextDelta) -> int:
     return (len(run.terms).bit_length() - 1) // 4
 
 
-def _merged(runs: Sequence[TextDelta]) -> TextDelta:
+def merge_runs(runs: Sequence[TextDelta]) -> TextDelta:
+    """One run with the postings of several, whose rows follow each other."""
     terms = np.concatenate([run.terms for run in runs])
     frequencies = np.concatenate([run.frequencies for run in runs])
     order = np.argsort(terms, kind="stable")

@@ -1,0 +1,288 @@
+"""Which rows of a view's sources are live, and what their texts add up to.
+
+Texts of everything but the base's index are few, so they are laid side by side: one array of
+lengths, one mask, rows counted from the first source's first. The index of the base is too long
+for that and is kept apart, as is a generation that is read through its own index:
+
+    Standing.lengths, .live      of all small sources, side by side
+    Standing.parts               which rows of that are whose
+    Standing.indexed             the indexes, with their own masks
+
+A mask of an index is kept for a base version and the generations in front of it. Rows in memory
+take a few rows out of it, and their share of documents, tokens and terms is subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from penstock.index.key_index import NOT_FOUND
+from penstock.index.primary_key import key_array
+from penstock.memwal.freshness import RowIdSet
+from penstock.memwal.sources import ROW_ID, MemTableSource
+from penstock.memwal.text_memory import TextColumn, TextMemory
+from penstock.memwal.text_parts import Bools, IndexedText, Int32s, Int64s, Numbers, TextPart
+
+if TYPE_CHECKING:
+    from penstock.memwal.view import View
+
+BASE = -1
+_COUNTED_TERMS = 1 << 16
+_OFFSET_MASK = np.uint64(0xFFFFFFFF)
+_NO_ROWS: Int64s = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LivePart:
+    """A small source: its rows are `first` and on among those laid side by side."""
+
+    source: int
+    """The place of the source among the view's, or `BASE`."""
+    text: TextPart
+    first: int
+    rows: int
+
+
+@dataclass(slots=True, eq=False)
+class CountedIndex:
+    """An index and which of its rows are live, as long as nothing in memory is newer."""
+
+    text: IndexedText
+    live: Bools
+    documents: int
+    tokens: int
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: IndexedText, live: Bools) -> CountedIndex:
+        lengths = text.lengths
+        tokens = int(lengths.sum(dtype=np.int64, where=live))
+        return cls(text, live, int(np.count_nonzero(live & (lengths > 0))), tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return self.live.nbytes + 100 * len(self._counts)
+
+    def frequency(self, term: str) -> int:
+        """How many live documents have a term."""
+        known = self._counts.get(term)
+        if known is None:
+            rows = self.text.ranked(term).postings.rows
+            known = int(np.count_nonzero(self.live[rows]))
+            if len(self._counts) >= _COUNTED_TERMS:
+                self._counts.clear()
+            self._counts[term] = known
+        return known
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveIndex:
+    """An index and which of its rows are live in a view."""
+
+    source: int
+    counted: CountedIndex
+    live: Bools | None
+    """None if all are."""
+    gone: Int64s
+    """Rows that something in memory supersedes."""
+    documents: int
+    tokens: int
+
+    @property
+    def text(self) -> IndexedText:
+        return self.counted.text
+
+    def frequency(self, term: str) -> int:
+        known = self.counted.frequency(term)
+        if known and len(self.gone):
+            known -= int(np.count_nonzero(self.text.ranked(term).frequencies_of(self.gone)))
+        return known
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standing:
+    """The live texts of one column in one view."""
+
+    parts: tuple[LivePart, ...]
+    indexed: tuple[LiveIndex, ...]
+    lengths: Int32s
+    live: Bools
+    documents: int
+    tokens: int
+    by_source: Mapping[int, Sequence[LivePart | LiveIndex]]
+    """The parts and indexes of each source."""
+
+
+def standing(view: View, column: TextColumn) -> Standing:
+    memory = TextMemory.of(view.reader)
+    states = tuple(memory.state(source) for source in view.sources)
+    key = ("standing", column.key, view.base.version, states)
+    found: Standing = memory.standings.get(key, lambda: _work_out(view, column, memory))
+    return found
+
+
+def _work_out(view: View, column: TextColumn, memory: TextMemory) -> Standing:
+    covered = memory.counted.get(
+        ("covered", column.key, view.base.version), lambda: _covered(view, column)
+    )
+    stored = memory.stored(view, column, covered.fragments)
+    hidden = _hidden(view, memory) if view.shape.key_columns and view.sources else None
+    small: list[tuple[int, TextPart, Bools | None]] = []
+    indexed: list[LiveIndex] = []
+    generations = 0
+    for place, source in enumerate(view.sources):
+        newest = view.freshness.newest(source) if view.shape.key_columns else None
+        if isinstance(source, MemTableSource):
+            small.append((place, memory.memtable(view, source, column), newest))
+            continue
+        text = stored[generations]
+        generations += 1
+        if isinstance(text, IndexedText):
+            indexed.append(_generation_index(place, text, newest))
+        else:
+            small.append((place, text, newest))
+    for text in stored[generations:]:
+        numbers = text.numbers
+        assert numbers is not None
+        small.append((BASE, text, None if hidden is None else ~hidden.contains(numbers)))
+    if len(column.text.index):
+        indexed.append(_base_index(view, column, memory, covered.live, hidden))
+    return _side_by_side(small, indexed)
+
+
+def _side_by_side(
+    small: list[tuple[int, TextPart, Bools | None]], indexed: list[LiveIndex]
+) -> Standing:
+    parts, lengths, masks, first = [], [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], 0
+    for place, text, live in small:
+        here = text.lengths
+        parts.append(LivePart(place, text, first, len(here)))
+        lengths.append(here)
+        masks.append(here > 0 if live is None else live & (here > 0))
+        first += len(here)
+    every, alive = np.concatenate(lengths), np.concatenate(masks)
+    by_source: dict[int, list[LivePart | LiveIndex]] = {}
+    every_part: list[LivePart | LiveIndex] = [*parts, *indexed]
+    for one in every_part:
+        by_source.setdefault(one.source, []).append(one)
+    return Standing(
+        tuple(parts),
+        tuple(indexed),
+        every,
+        alive,
+        int(np.count_nonzero(alive)) + sum(index.documents for index in indexed),
+        int(every.sum(dtype=np.int64, where=alive)) + sum(index.tokens for index in indexed),
+        by_source,
+    )
+
+
+# --- indexes -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Covered:
+    """Which rows of its index the base still has, and the fragments the index knows nothing of."""
+
+    live: Bools
+    fragments: tuple[object, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.live.nbytes + 1000 * len(self.fragments)
+
+
+def _covered(view: View, column: TextColumn) -> _Covered:
+    index, dataset = column.text.index, view.base.dataset
+    known = index.fragments()
+    others = (part for part in dataset.get_fragments() if part.fragment_id not in known)
+    return _Covered(index.live_rows(dataset), tuple(others))
+
+
+def _generation_index(place: int, text: IndexedText, newest: Bools | None) -> LiveIndex:
+    if newest is None:
+        live = np.ones(len(text.lengths), dtype=np.bool_)
+    else:
+        live = newest[(text.numbers & _OFFSET_MASK).astype(np.int64)]
+    counted = CountedIndex.of(text, live)
+    return LiveIndex(place, counted, live, _NO_ROWS, counted.documents, counted.tokens)
+
+
+def _base_index(
+    view: View, column: TextColumn, memory: TextMemory, covered: Bools, hidden: _Hidden | None
+) -> LiveIndex:
+    which = None if hidden is None else hidden.which
+
+    def count() -> CountedIndex:
+        live = covered
+        if hidden is not None and len(hidden.settled):
+            live = covered & ~hidden.settled.contains(column.text.numbers)
+        return CountedIndex.of(column.text, live)
+
+    key = ("index", column.key, view.base.version, which)
+    counted: CountedIndex = memory.counted.get(key, count)
+    live, gone = counted.live, _NO_ROWS
+    if hidden is not None and len(hidden.recent):
+        gone = column.text.index.rows_of(hidden.recent)
+        gone = gone[live[gone]]
+        if len(gone):
+            live = live.copy()
+            live[gone] = False
+    lengths = column.text.lengths[gone]
+    return LiveIndex(
+        BASE,
+        counted,
+        None if live.all() else live,
+        gone,
+        counted.documents - int(np.count_nonzero(lengths)),
+        counted.tokens - int(lengths.sum(dtype=np.int64)),
+    )
+
+
+# --- base rows that are superseded ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hidden:
+    """Base rows superseded by generations, and those superseded by what is in memory."""
+
+    which: Hashable
+    settled: RowIdSet
+    recent: Numbers
+
+    def contains(self, row_ids: Numbers) -> Bools:
+        found = self.settled.contains(row_ids)
+        if len(self.recent):
+            found |= np.isin(row_ids, self.recent)
+        return found
+
+
+def _hidden(view: View, memory: TextMemory) -> _Hidden:
+    freshness, index = view.freshness, view.key_index
+    which = freshness.settled.which
+    if index is not None:
+        recent = index.find(freshness.recent)
+        settled = view.reader.hidden(view.base, index, freshness.settled)
+        return _Hidden(which, settled, recent[recent != NOT_FOUND])
+    # Too many keys in the base to keep them: read them.
+    settled = memory.counted.get(
+        ("hidden", view.base.version, which),
+        lambda: RowIdSet(_rows_with(view, freshness.settled.keys)),
+    )
+    return _Hidden(which, settled, _rows_with(view, freshness.recent))
+
+
+def _rows_with(view: View, keys: object) -> Numbers:
+    """The row ids of base rows with these keys, found by reading all keys of the base."""
+    columns = list(view.shape.key_columns)
+    found: list[npt.NDArray[np.uint64]] = [np.zeros(0, np.uint64)]
+    if len(keys):  # type: ignore[arg-type]  # an Arrow array
+        for batch in view.base.dataset.scanner(columns=columns, with_row_id=True).to_batches():
+            same = np.asarray(pc.is_in(key_array(batch, columns), value_set=keys))
+            found.append(batch.column(ROW_ID).to_numpy()[same])
+    return np.concatenate(found)
