@@ -6,23 +6,40 @@ with the same methods; `tests.model.child` is what runs there.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
-from tests.model.questions import GETS, Answer, Asked, Key, Row
+from tests.model.questions import Answer, Asked, Key, Reads, Row
 
 import penstock
-from penstock.errors import AmbiguousWrite, Fenced
+from penstock.errors import AmbiguousWrite, Fenced, PenstockError
 from penstock.table import Table, Writer
 
 PROJECT = Path(__file__).parents[2]
 ANSWER_SECONDS = 60.0
 NEVER_MS = 10**9
+_MEMORY = Path("/dev/shm")
+
+How = dict[str, Any]
+"""What a read is told besides: the consistency, or the version."""
+
+
+@contextmanager
+def fast_directory(otherwise: Path) -> Iterator[Path]:
+    """A directory in memory if the system has one: what a power cut does is tested elsewhere."""
+    if not os.access(_MEMORY, os.W_OK):
+        yield otherwise / "lake"
+        return
+    with tempfile.TemporaryDirectory(dir=_MEMORY) as made:
+        yield Path(made)
 
 
 class User(Protocol):
@@ -37,7 +54,9 @@ class User(Protocol):
     def freeze(self) -> None: ...
     def reopen(self, crash: bool) -> None: ...
     def set_regions(self, function: str, arguments: tuple[Any, ...]) -> None: ...
-    def answer(self, asked: Asked, part: int | None = None) -> Answer: ...
+    def answer(self, asked: Asked, reads: Reads, how: How) -> Answer: ...
+    def answer_or_refuse(self, asked: Asked, reads: Reads, how: How) -> Answer | None: ...
+    def snapshot(self) -> int: ...
     def leave(self) -> None: ...
 
 
@@ -60,7 +79,7 @@ class Handle:
         return self._attempt(lambda: self._target(own).upsert(data))
 
     def delete(self, keys: Sequence[Key], own: bool) -> bool:
-        names = [key[0] if len(key) == 1 else key for key in keys]
+        names = [_named(key) for key in keys]
         if own:
             return self._attempt(lambda: self._writer().delete(names))
         return self._attempt(lambda: self.table.delete(keys=names))
@@ -137,25 +156,51 @@ class Handle:
 
     # --- reading -------------------------------------------------------------------------------
 
-    def answer(self, asked: Asked, part: int | None = None) -> Answer:
-        """Everything that is asked, or one of two parts of it, which is faster."""
-        table = self.table
-        names = [key[0] if len(key) == 1 else key for key in asked.keys]
-        if not table.primary_key:
-            names = []
-        scan, count, filtered, filtered_count, window, got, many = [None] * 7
-        if part in (None, 0):
-            scan = table.to_arrow().to_pylist()
-            filtered_count = table.count(asked.filter)
-            got = [table.get(name) for name in names[:GETS]] if names else None
-        if part in (None, 1):
-            filtered = table.scan(list(asked.columns), asked.filter).read_all().to_pylist()
-            count = table.count()
-            many = table.get_many(names).to_pylist() if names else None
-        if part is None:
-            rows = table.scan(filter=asked.filter, limit=asked.limit, offset=asked.offset)
-            window = rows.read_all().to_pylist()
-        return Answer(scan, filtered, count, filtered_count, window, got, many)
+    def answer(self, asked: Asked, reads: Reads, how: How) -> Answer:
+        return {read: _READS[read](self.table, asked, how) for read in reads if self._can(read)}
+
+    def answer_or_refuse(self, asked: Asked, reads: Reads, how: How) -> Answer | None:
+        """The answer, or None if it cannot be given any more."""
+        try:
+            return self.answer(asked, reads, how)
+        except PenstockError:
+            return None
+
+    def snapshot(self) -> int:
+        return self.table.snapshot()
+
+    def _can(self, read: str) -> bool:
+        return bool(self.table.primary_key) or read not in ("get", "get_many")
+
+
+def _filtered(table: Table, asked: Asked, how: How) -> list[Row]:
+    return _rows(table.scan(list(asked.columns), asked.filter, **how).read_all())
+
+
+def _window(table: Table, asked: Asked, how: How) -> list[Row]:
+    window = table.scan(filter=asked.filter, limit=asked.limit, offset=asked.offset, **how)
+    return _rows(window.read_all())
+
+
+def _rows(table: pa.Table) -> list[Row]:
+    return table.to_pylist()
+
+
+def _named(key: Key) -> Any:
+    return key[0] if len(key) == 1 else key
+
+
+_READS: dict[str, Callable[[Table, Asked, How], Any]] = {
+    "scan": lambda table, asked, how: _rows(table.to_arrow(**how)),
+    "count": lambda table, asked, how: table.count(**how),
+    "get": lambda table, asked, how: table.get(_named(asked.keys[0]), **how),
+    "get_many": lambda table, asked, how: _rows(
+        table.get_many([_named(key) for key in asked.keys], **how)
+    ),
+    "filtered": _filtered,
+    "filtered_count": lambda table, asked, how: table.count(asked.filter, **how),
+    "window": _window,
+}
 
 
 class ChildProcess:

@@ -1,9 +1,10 @@
 """The walk: random steps on a table, and after each of them the table is held against a dict.
 
 Users 0 and 1 are handles in this process, user 2 one in a second process, where a walk has it.
-After each step the user that made it answers everything, and one that has just come half of it;
-the others take turns, so that what they remember from long ago is put to the test. Now and then
-everything is flushed and Lance's own readers are asked too.
+After each step the user that made it answers everything, strongly and eventually. One that has
+just come, and those that have done nothing for long, take turns at a part of it, so that what
+users remember is put to the test, and what they would remember wrongly. Versions of the past are
+asked for again. Now and then everything is flushed and Lance's own readers are asked too.
 
 All steps are one rule, because Hypothesis leaves whole rules out of a walk, and one without
 upserts shows little; their frequencies are ours.
@@ -11,11 +12,13 @@ upserts shows little; their frequencies are ours.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -23,13 +26,17 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.model.handle import ChildProcess, RemoteHandle, User
-from tests.model.questions import Question, Variant, questions
+from tests.model.handle import ChildProcess, RemoteHandle, User, fast_directory
+from tests.model.questions import EVERY, FURTHER, HALVES, Question, Variant, questions
 from tests.model.world import World
 
 WALK_STEPS = 50
 MAX_RESPECS = 2
-OTHERS_EVERY = 4
+VISITOR_EVERY = 4
+OTHERS_EVERY = 5
+PAST_EVERY = 3
+PHASES = [Phase.generate]
+"""A walk that fails is printed as it was; with `Phase.shrink` it is made smaller, for minutes."""
 
 Step = tuple[str, tuple[Any, ...]]
 Cells = list[tuple[int, int]]
@@ -51,16 +58,22 @@ STEPS: dict[str, tuple[int, st.SearchStrategy[tuple[Any, ...]]]] = {
     "close_writer": (1, st.tuples(_USERS)),
     "settle": (2, st.tuples(_USERS, _ROWS)),
     "edit_base": (2, st.tuples(_USERS, _ROWS)),
-    "clean_up": (2, st.tuples(_USERS)),
+    "snapshot": (4, st.tuples(_USERS)),
+    "clean_up": (2, st.tuples(_USERS, _BOOL)),
     "set_regions": (1, st.tuples(_USERS, _SMALL)),
     "ask_lance": (1, st.tuples(_USERS)),
 }
 """How often each step comes, and what it draws; the simplest ones first."""
 
 
-def steps(variant: Variant) -> st.SearchStrategy[Step]:
-    possible = [name for name in STEPS if variant.keyed or name not in ("delete", "ask_lance")]
-    weighted = [name for name in possible for _ in range(STEPS[name][0])]
+def _frequencies(variant: Variant) -> dict[str, int]:
+    """How often each step comes that this kind of table knows."""
+    unknown = () if variant.keyed else ("delete", "ask_lance")
+    return {name: often for name, (often, _) in STEPS.items() if name not in unknown}
+
+
+def _steps(variant: Variant) -> st.SearchStrategy[Step]:
+    weighted = [name for name, often in _frequencies(variant).items() for _ in range(often)]
     return st.sampled_from(weighted).flatmap(lambda name: st.tuples(st.just(name), STEPS[name][1]))
 
 
@@ -69,7 +82,7 @@ class Walk(RuleBasedStateMachine):
 
     variant: Variant
     lake: Path
-    child: ChildProcess | None
+    child: ChildProcess
     made: Counter[str]
 
     def __init__(self) -> None:
@@ -80,7 +93,7 @@ class Walk(RuleBasedStateMachine):
 
     def begin(self, regions: int, second_process: int) -> None:
         self.world = World(self.variant, self.lake, regions)
-        if self.child is not None and second_process == 2:
+        if second_process == 2:
             self.world.users.append(RemoteHandle(self.child, self.world.uri, self.world.name))
 
     def step(self, step: Step, question: Question) -> None:
@@ -89,12 +102,23 @@ class Walk(RuleBasedStateMachine):
         name, (who, *arguments) = step
         user = world.users[who % len(world.users)]
         getattr(self, name)(world, user, question, *arguments)
-        world.ask(user, question)
         self.turn += 1
-        world.ask(world.enter(), question, self.turn % 2)
-        if self.turn % OTHERS_EVERY == 0:
+        turn = self.turn
+        world.ask(user, question, (*EVERY, *FURTHER[turn % len(FURTHER)]))
+        world.ask_eventually(user, question, EVERY)
+        if turn % VISITOR_EVERY == 0:
+            visitor = world.enter()
+            half = HALVES[turn // VISITOR_EVERY % 2]
+            world.ask(visitor, question, half)
+            world.ask_eventually(visitor, question, half)
+        if turn % OTHERS_EVERY == 0:
             others = [other for other in world.users if other is not user]
-            world.ask(others[self.turn // OTHERS_EVERY % len(others)], question, self.turn % 8 // 4)
+            other = others[turn // OTHERS_EVERY % len(others)]
+            half = HALVES[turn // OTHERS_EVERY % 2]
+            world.ask(other, question, half)
+            world.ask_eventually(other, question, half)
+        if turn % PAST_EVERY == 0:
+            world.ask_of_the_past(user, question, EVERY, turn // PAST_EVERY)
         self.made[name] += 1
 
     def teardown(self) -> None:
@@ -139,8 +163,11 @@ class Walk(RuleBasedStateMachine):
     def edit_base(self, world: World, user: User, question: Question, rows: Cells) -> None:
         world.edit_base(world.rows(rows))
 
-    def clean_up(self, world: World, user: User, question: Question) -> None:
-        world.clean_up()
+    def snapshot(self, world: World, user: User, question: Question) -> None:
+        world.snapshot(user)
+
+    def clean_up(self, world: World, user: User, question: Question, spare: bool) -> None:
+        world.clean_up(user, question, spare=spare)
 
     def set_regions(self, world: World, user: User, question: Question, regions: int) -> None:
         if self.respecs < MAX_RESPECS:
@@ -152,37 +179,53 @@ class Walk(RuleBasedStateMachine):
         world.ask_lance(user, question.keys)
 
 
-def walk(
-    variant: Variant,
-    lake: Path,
-    child: ChildProcess | None,
-    *,
-    walks: int,
-    reproducible: bool = True,
-) -> Counter[str]:
-    """Walk over tables of one kind; returns how many steps of each sort were made."""
+def walk(variant: Variant, directory: Path, *, steps: int, reproducible: bool = True) -> None:
+    """Walk over tables of one kind, at least so many steps and some of each sort.
+
+    What the second process has to say goes into the directory.
+    """
     made: Counter[str] = Counter()
-    rules = {
+    with fast_directory(directory) as lake:
+        child = ChildProcess(directory / "errors.txt")
+        try:
+            # Hypothesis makes a few walks without a step: go out again for what they leave.
+            for outing in itertools.count(1):
+                walks = math.ceil((steps - made.total()) / WALK_STEPS)
+                machine = _machine(variant, lake, child, made)
+                _walk(seed(f"{variant.name} {outing}")(machine) if reproducible else machine, walks)
+                if made.total() >= steps:
+                    break
+        finally:
+            child.stop()
+    missing = {*_frequencies(variant)} - {*made}
+    assert not missing, f"no walk came by {missing}"
+
+
+def _machine(
+    variant: Variant, lake: Path, child: ChildProcess, made: Counter[str]
+) -> type[RuleBasedStateMachine]:
+    parts = {
         "variant": variant,
         "lake": lake,
         "child": child,
         "made": made,
         "begin": initialize(regions=_SMALL, second_process=st.integers(0, 2))(Walk.begin),
-        "step": rule(step=steps(variant), question=questions(variant))(Walk.step),
+        "step": rule(step=_steps(variant), question=questions(variant))(Walk.step),
     }
-    machine = type(f"Walk_{variant.name}", (Walk,), rules)
-    phases = [Phase.generate, Phase.shrink]
+    return type(f"Walk_{variant.name}", (Walk,), parts)
+
+
+def _walk(machine: type[RuleBasedStateMachine], walks: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=walks,
             stateful_step_count=WALK_STEPS + 1,  # the first one begins
             deadline=None,
-            derandomize=reproducible,
             database=None,
-            phases=phases,
+            phases=PHASES,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
             print_blob=True,
         ),
     )
-    return made

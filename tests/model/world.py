@@ -21,13 +21,17 @@ import lance
 import pyarrow as pa
 from lance.dataset import LanceDataset
 from lance.mem_wal import CompactedSsTable, LsmPointLookupPlanner, LsmScanner, ShardSnapshot
-from tests.model.handle import Handle, User
+from tests.model.handle import Handle, How, User
+from tests.model.layers import Generation, Layers, after
 from tests.model.questions import (
+    EVERY,
+    HALVES,
     NUMBERS,
     TEXTS,
     Answer,
     Key,
     Question,
+    Reads,
     Row,
     Variant,
     agree,
@@ -44,6 +48,9 @@ from penstock.storage.open import open_store
 from penstock.storage.seams import Seams
 
 _FLUSH_ATTEMPTS = 4
+_SNAPSHOT_ATTEMPTS = 8
+STRONG: How = {}
+EVENTUAL: How = {"consistency": "eventual"}
 
 
 class World:
@@ -64,6 +71,7 @@ class World:
         self.model: dict[Key, Row] = {}
         self.in_front: set[Key] = set()
         """Keys that may be in a generation or a log that is not merged."""
+        self.layers = Layers()
         self.users: list[User] = [self.enter(), self.enter()]
         self._stamp = 0
 
@@ -115,10 +123,10 @@ class World:
         seen = None
         if done and own:
             # What is not in the log yet is seen by its writer, unless that was fenced meanwhile.
-            seen = user.answer(question.wire, 0)
+            seen = user.answer(question.wire, HALVES[0], STRONG)
             done = user.drain()
         if done:
-            self.model = self._after(changed)
+            self.model = after(self.model, changed)
             if seen is not None:
                 self.check(question, seen)
             return
@@ -127,11 +135,7 @@ class World:
         for group in self._groups(routed, list(changed)):
             if any(found.get(key) == changed[key] != self.model.get(key) for key in group):
                 landed.update({key: changed[key] for key in group})
-        self.model = self._after(landed)
-
-    def _after(self, changed: dict[Key, Row | None]) -> dict[Key, Row]:
-        merged = {**self.model, **changed}
-        return {key: row for key, row in merged.items() if row is not None}
+        self.model = after(self.model, landed)
 
     def _groups(self, rows: Sequence[Row], keys: Sequence[Key]) -> Iterator[set[Key]]:
         """The keys of a write by region, of every spec that its writer may have gone by."""
@@ -153,8 +157,19 @@ class World:
 
     # --- reading -------------------------------------------------------------------------------
 
-    def ask(self, user: User, question: Question, part: int | None = None) -> None:
-        self.check(question, user.answer(question.wire, part))
+    def ask(self, user: User, question: Question, reads: Reads) -> None:
+        self.check(question, user.answer(question.wire, reads, STRONG))
+
+    def ask_eventually(self, user: User, question: Question, reads: Reads) -> None:
+        answer = user.answer(question.wire, reads, EVENTUAL)
+        check(self.variant, self.layers.rows, question, answer)
+
+    def ask_of_the_past(self, user: User, question: Question, reads: Reads, pick: int) -> None:
+        """Ask for a version that is remembered."""
+        if self.layers.remembered:
+            version = self.layers.remembered[pick % len(self.layers.remembered)]
+            answer = user.answer(question.wire, reads, {"version": version.version})
+            check(self.variant, version.rows, question, answer)
 
     def check(self, question: Question, answer: Answer) -> None:
         check(self.variant, self.model, question, answer)
@@ -196,15 +211,12 @@ class World:
     def _merge(self, region: RegionManifest, generations: int) -> None:
         merged = self.details().merged(region.region_id)
         chosen = range(merged + 1, min(merged + 1 + generations, region.current_generation))
-        newest: dict[Key, Row] = {}
-        for generation in chosen:
-            flushed = region.generation(generation)
-            assert flushed is not None
-            path = f"{names.region_dir(region.region_id)}/{flushed.path}"
-            rows = lance.dataset(f"{self.store.uri}/{path}").to_table().to_pylist()
-            newest.update({self.variant.key_of(row): row for row in rows})
         if not chosen:
             return
+        newest: dict[Key, Row] = {}
+        for generation in chosen:
+            newest.update(self._flushed(region, generation))
+        self.layers.merge(region.region_id, chosen[-1], _changes(newest))
         gone = [row for row in newest.values() if row["_tombstone"]]
         live = [row for row in newest.values() if not row["_tombstone"]]
         base = self.base()
@@ -224,6 +236,14 @@ class World:
             upserts.mark_sstables_as_compacted([mark]).execute(rows)
         else:
             self._mark(region.region_id, chosen[-1])
+
+    def _flushed(self, region: RegionManifest, generation: int) -> dict[Key, Row]:
+        """The newest row of each key in a generation, tombstones included, read by plain Lance."""
+        flushed = region.generation(generation)
+        assert flushed is not None
+        path = f"{names.region_dir(region.region_id)}/{flushed.path}"
+        rows = lance.dataset(f"{self.store.uri}/{path}").to_table().to_pylist()
+        return {self.variant.key_of(row): row for row in rows}
 
     def _mark(self, region_id: uuid.UUID, generation: int) -> None:
         def change(current: MemWalIndexDetails | None) -> MemWalIndexDetails:
@@ -247,6 +267,7 @@ class World:
             for region in self.regions():
                 self._merge(region, region.current_generation)
         self.in_front.clear()
+        agree("the base, with everything merged,", self.layers.base, self.model)
 
     def edit_base(self, rows: Sequence[Row]) -> None:
         """Replace rows by plain Lance, those that nothing in front of the base supersedes."""
@@ -262,15 +283,52 @@ class World:
             edit = base.merge_insert(self.variant.primary_key)
             edit.when_matched_update_all().when_not_matched_insert_all().execute(data)
         self.model.update(chosen)
+        self.layers.base.update(chosen)
+
+    # --- snapshots -----------------------------------------------------------------------------
+
+    def snapshot(self, user: User) -> None:
+        """Have the generations that there are named; a flush may be under way, then once more."""
+        for _ in range(_SNAPSHOT_ATTEMPTS):
+            before = self._generations()
+            version = user.snapshot()
+            if self._generations() == before:
+                break
+        else:
+            raise AssertionError("generations keep coming")
+        known = {generation.id: generation for generation in self.layers.named}
+        self.layers.named = [
+            known.get((region.region_id, number))
+            or Generation(
+                region.region_id,
+                region.region_spec_id,
+                number,
+                _changes(self._flushed(region, number)),
+            )
+            for region in load_manifests(self.store, Seams())
+            for number in before[region.region_id]
+            if number > self.layers.merged.get(region.region_id, 0)
+        ]
+        assert version == self.base().version
+        self.layers.remember(version)
+
+    def _generations(self) -> dict[uuid.UUID, list[int]]:
+        return {
+            region.region_id: [flushed.generation for flushed in region.flushed_generations]
+            for region in load_manifests(self.store, Seams())
+        }
 
     # --- Lance's own readers -------------------------------------------------------------------
 
     def ask_lance(self, user: User, keys: Sequence[Key]) -> None:
         """Lance reads no log of others and knows no order of specs: flush, and merge old specs."""
         self.flush_all(user)
+        self.snapshot(user)
+        agree("a snapshot of everything flushed", self.layers.rows, self.model)
         newest = max(spec.spec_id for spec in self.details().region_specs)
-        while (ready := self.regions()) and ready[0].region_spec_id < newest:
-            self._merge(ready[0], ready[0].current_generation)
+        for region in sorted(load_manifests(self.store, Seams()), key=lambda r: r.region_spec_id):
+            if region.region_spec_id < newest:
+                self._merge(region, region.current_generation)
         base = self.base()
         shards = [self._as_lance_sees(region) for region in load_manifests(self.store, Seams())]
         scanned = LsmScanner.from_snapshots(base, shards).to_table().to_pylist()
@@ -300,15 +358,38 @@ class World:
 
     # --- clean-up ------------------------------------------------------------------------------
 
-    def clean_up(self) -> None:
-        """Remove merged generations, and log entries that are in generations."""
+    def clean_up(self, user: User, question: Question, *, spare: bool) -> None:
+        """Remove merged generations, and log entries that are in generations.
+
+        Spares those that remembered versions stand on, or else has such a version read once more:
+        it answers in full or not at all.
+        """
         details = self.details()
+        spared = self.layers.spared() if spare else set()
+        removed = set()
         for region in load_manifests(self.store, Seams()):
             directory = names.region_dir(region.region_id)
             for flushed in region.flushed_generations:
-                if flushed.generation <= details.merged(region.region_id):
+                generation = (region.region_id, flushed.generation)
+                if generation[1] <= details.merged(region.region_id) and generation not in spared:
                     self.store.delete_prefix(f"{directory}/{flushed.path}")
+                    removed.add(generation)
             for position in range(1, region.replay_after_wal_entry_position + 1):
                 key = names.wal_key(region.region_id, position)
                 if self.store.exists(key):
                     self.store.delete(key)
+        for lost in self.layers.forget(removed):
+            how = {"version": lost.version}
+            answer = user.answer_or_refuse(question.wire, EVERY, how)
+            if answer is not None:
+                check(self.variant, lost.rows, question, answer)
+
+
+def _changes(newest: dict[Key, Row]) -> dict[Key, Row | None]:
+    """Rows of a generation as changes to a table."""
+    return {
+        key: None
+        if row["_tombstone"]
+        else {name: value for name, value in row.items() if name != "_tombstone"}
+        for key, row in newest.items()
+    }
