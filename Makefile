@@ -34,9 +34,10 @@ format: setup ## format and fix what can be fixed
 	@$(PYTHON_ENV) -m ruff check --fix .
 	@$(PYTHON_ENV) -m ruff format .
 
-bench: setup ## the benchmarks: write path against Lance, memory over a long run
+bench: setup ## the benchmarks: writes, memory over a long run, and reads, against Lance
 	@$(PYTHON_ENV) -m bench.write
 	@$(PYTHON_ENV) -m bench.memory
+	@$(PYTHON_ENV) -m bench.read
 
 soak: setup ## the long tests: hundreds of kills and races
 	@$(PYTEST) -q -m soak --timeout=3600 --durations=10

@@ -1,8 +1,9 @@
 """Merged reads against Lance's own LSM planners and against a plain table, in one run.
 
 One table of many base rows with four regions, three generations each and rows in memory; the same
-rows merged into one plain Lance table; and Lance's `LsmScanner` and `LsmPointLookupPlanner` on the
-very same directory. Contenders take turns; figures are medians.
+rows merged into one plain Lance table with the same indexes; and Lance's `LsmScanner`,
+`LsmPointLookupPlanner` and `LsmVectorSearchPlanner` on the very same directory (which do not see
+the rows in memory). Contenders take turns; figures are medians and 99th percentiles.
 
     python -m bench.read [--rows N] [--rounds N] [--json FILE] [--dir DIR]
 """
@@ -14,17 +15,25 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lance
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-from lance.mem_wal import LsmPointLookupPlanner, LsmScanner, ShardSnapshot
+from lance.mem_wal import (
+    LsmPointLookupPlanner,
+    LsmScanner,
+    LsmVectorSearchPlanner,
+    ShardSnapshot,
+)
 
 import penstock
-from bench.data import SCHEMA, Rows
+from bench.data import DIMENSIONS, SCHEMA, Rows
+from penstock.index.ivf import exact_distances
 from penstock.index.primary_key import mark_primary_key
 from penstock.memwal.regions import load_manifests
 
@@ -33,26 +42,34 @@ GENERATIONS = 3
 GENERATION_ROWS = 6_000
 MEMORY_ROWS = 2_000
 BATCH_KEYS = 1_000
+SMALL_ROWS = 10_000
+WRITE_ROWS = 8_192
+TOP = 10
+REFINE = 10
+RECALL_QUERIES = 50
+
+Figures = dict[str, dict[str, float]]
 
 
 class Tables:
     """The live table, its merged twin, and Lance's view of the live one."""
 
-    def __init__(self, directory: Path, base_rows: int) -> None:
+    def __init__(self, directory: Path, base_rows: int, *, searched: bool = True) -> None:
         rows = Rows()
         random = np.random.default_rng(3)
         schema = mark_primary_key(SCHEMA, ["id"])
-        uri = directory / "live.lance"
-        for first in range(0, base_rows, 100_000):
-            batch = rows.batch(min(100_000, base_rows - first))
-            table = pa.Table.from_batches([batch]).cast(schema)
-            mode = "append" if first else "create"
-            lance.write_dataset(table, str(uri), mode=mode)
-        dataset = lance.dataset(str(uri))
-        dataset.create_scalar_index("id", "BTREE", name="id_idx")
+        uri = str(directory / "live.lance")
+
+        def stream(count: int) -> Iterator[pa.RecordBatch]:
+            for first in range(0, count, WRITE_ROWS):
+                batch = rows.batch(min(WRITE_ROWS, count - first))
+                yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
+
+        reader = pa.RecordBatchReader.from_batches(schema, stream(base_rows))
+        _index(lance.write_dataset(reader, uri), searched)
         self.table = penstock.connect(directory).open_table("live", adopt=True)
         self.table.set_regions(penstock.bucket("id", REGIONS))
-        self.writer = self.table.writer(indexed=False)
+        self.writer = self.table.writer()
 
         def changes(count: int) -> pa.RecordBatch:
             batch = rows.batch(count)
@@ -66,10 +83,14 @@ class Tables:
             self.writer.flush()
         self.writer.upsert(changes(MEMORY_ROWS))
         merged = self.table.to_arrow()
-        self.merged = lance.write_dataset(merged, str(directory / "merged.lance"))
-        self.merged.create_scalar_index("id", "BTREE", name="id_idx")
+        self.merged = lance.write_dataset(
+            merged.to_reader(WRITE_ROWS), str(directory / "merged.lance"), schema=merged.schema
+        )
+        _index(self.merged, searched)
+        self.merged = lance.dataset(str(directory / "merged.lance"))
         self.ids = np.asarray(merged.column("id"))
-        self.dataset = lance.dataset(str(uri))
+        self.rows = merged if searched else merged.slice(0, 0)
+        self.dataset = lance.dataset(uri)
         self.manifests = load_manifests(self.table._base.store, self.table._base.seams)
 
     def snapshots(self) -> list[ShardSnapshot]:
@@ -91,15 +112,47 @@ class Tables:
         scanner = LsmScanner.from_snapshots(self.dataset, self.snapshots())
         (scanner.project(columns) if columns else scanner).to_batches()
 
+    def lance_vectors(self, query: npt.NDArray[np.float32]) -> pa.Table:
+        planner = LsmVectorSearchPlanner(self.dataset, self.snapshots(), "vector")
+        plan = planner.plan_search(pa.array(query), k=TOP, nprobes=20, refine_base_table=True)
+        return plan.to_table()
 
-def take_turns(
-    contenders: dict[str, Callable[[], Any]], rounds: int
-) -> dict[str, dict[str, float]]:
+    def plain_vectors(self, query: npt.NDArray[np.float32]) -> pa.Table:
+        nearest = {"column": "vector", "q": query, "k": TOP, "refine_factor": REFINE}
+        return self.merged.scanner(columns=["id", "_distance"], nearest=nearest).to_table()
+
+    def our_vectors(self, query: npt.NDArray[np.float32]) -> pa.Table:
+        return self.table.search(query).limit(TOP).select(["id"]).to_arrow()
+
+    def plain_text(self, words: str) -> None:
+        self.merged.scanner(columns=["id", "_score"], full_text_query=words, limit=TOP).to_table()
+
+    def our_text(self, words: str) -> None:
+        self.table.search(words).limit(TOP).select(["id"]).to_arrow()
+
+
+def _index(dataset: lance.LanceDataset, searched: bool) -> None:
+    dataset.create_scalar_index("id", "BTREE", name="id_idx")
+    if searched:
+        dataset.create_index(
+            "vector",
+            "IVF_PQ",
+            name="vector_idx",
+            metric="l2",
+            num_partitions=256,
+            num_sub_vectors=16,
+            sample_rate=64,
+        )
+        dataset.create_scalar_index("body", "INVERTED", name="body_idx", with_position=True)
+
+
+def take_turns(contenders: dict[str, Callable[[Any], Any]], asked: list[Any]) -> Figures:
+    """Every contender is given each of the questions, the first of them to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
+    for number, question in enumerate([asked[0], *asked]):
         for name, run in contenders.items():
             began = time.perf_counter()
-            run()
+            run(question)
             if number:
                 seconds[name].append(time.perf_counter() - began)
     return {
@@ -111,52 +164,75 @@ def take_turns(
     }
 
 
-def measure(tables: Tables, rounds: int) -> dict[str, Any]:
+def drain(reader: pa.RecordBatchReader) -> None:
+    for _ in reader:
+        continue
+
+
+def lookups(tables: Tables, rounds: int) -> dict[str, Figures]:
     random = np.random.default_rng(5)
-    table, narrow = tables.table, ["id", "body"]
-
-    def key() -> int:
-        return int(random.choice(tables.ids))
-
-    def keys() -> list[int]:
-        return [int(k) for k in random.choice(tables.ids, BATCH_KEYS, replace=False)]
-
-    def drain(reader: pa.RecordBatchReader) -> None:
-        for _ in reader:
-            continue
-
-    return {
+    table = tables.table
+    keys = [int(key) for key in random.choice(tables.ids, rounds * 10)]
+    many = [random.choice(tables.ids, BATCH_KEYS, replace=False).tolist() for _ in range(rounds)]
+    found = {
         "lookup of one key": take_turns(
-            {"penstock": lambda: table.get(key()), "lance": lambda: tables.lance_lookup(key())},
-            rounds * 5,
+            {"penstock": table.get, "lance": tables.lance_lookup}, keys
         ),
-        f"lookup of {BATCH_KEYS} keys": take_turns(
-            {"penstock": lambda: table.get_many(keys())}, rounds
-        ),
-        "scan of whole rows": take_turns(
-            {
-                "penstock": lambda: drain(table.scan()),
-                "plain": lambda: drain(tables.merged.scanner().to_reader()),
-                "lance": lambda: tables.lance_scan(None),
-            },
-            max(3, rounds // 4),
-        ),
-        "scan of two columns": take_turns(
-            {
-                "penstock": lambda: drain(table.scan(narrow)),
-                "plain": lambda: drain(tables.merged.scanner(columns=narrow).to_reader()),
-                "lance": lambda: tables.lance_scan(narrow),
-            },
-            max(3, rounds // 4),
-        ),
-        "scan of the key": take_turns(
-            {
-                "penstock": lambda: drain(table.scan(["id"])),
-                "plain": lambda: drain(tables.merged.scanner(columns=["id"]).to_reader()),
-            },
-            max(3, rounds // 4),
-        ),
+        f"lookup of {BATCH_KEYS} keys": take_turns({"penstock": table.get_many}, many),
     }
+    ours = found[f"lookup of {BATCH_KEYS} keys"]
+    one = found["lookup of one key"]["lance"]
+    # Lance looks keys up one by one.
+    ours["lance"] = {name: value * BATCH_KEYS for name, value in one.items()}
+    return found
+
+
+def scans(tables: Tables, rounds: int) -> dict[str, Figures]:
+    table = tables.table
+
+    def contenders(columns: list[str] | None) -> dict[str, Callable[[Any], Any]]:
+        return {
+            "penstock": lambda _: drain(table.scan(columns)),
+            "plain": lambda _: drain(tables.merged.scanner(columns=columns).to_reader()),
+            "lance": lambda _: tables.lance_scan(columns),
+        }
+
+    asked = [None] * max(5, rounds // 2)
+    return {
+        "scan of whole rows": take_turns(contenders(None), asked),
+        "scan of two columns": take_turns(contenders(["id", "body"]), asked),
+    }
+
+
+def searches(tables: Tables, rounds: int) -> tuple[dict[str, Figures], dict[str, float]]:
+    random = np.random.default_rng(7)
+    vectors = tables.rows.column("vector").combine_chunks().flatten().to_numpy()
+    vectors = vectors.reshape(-1, DIMENSIONS)
+    noise = 0.1 * random.normal(size=(rounds * 5, DIMENSIONS))
+    queries = (vectors[random.integers(0, len(vectors), rounds * 5)] + noise).astype(np.float32)
+    ways = {
+        "penstock": tables.our_vectors,
+        "plain": tables.plain_vectors,
+        "lance": tables.lance_vectors,
+    }
+    recall = Counter[str]()
+    for query in queries[:RECALL_QUERIES]:
+        nearest = np.argpartition(exact_distances(query, vectors, "l2"), TOP)[:TOP]
+        truth = set(tables.ids[nearest].tolist())
+        for name, ask in ways.items():
+            recall[name] += len(truth & set(ask(query).column("id").to_pylist()))
+    asked = min(RECALL_QUERIES, len(queries)) * TOP
+    bodies = tables.rows.column("body").slice(0, 50_000).to_pylist()
+    frequencies = Counter(word for body in bodies for word in body.split())
+    words = [word for word, _ in frequencies.most_common()]
+    tiers = {"common": words[20:120], "medium": words[200:1000], "rare": words[2000:]}
+    figures = {"vector search": take_turns(ways, list(queries))}
+    for tier, known in tiers.items():
+        texts = [" ".join(random.choice(known, 2, replace=False)) for _ in range(rounds * 5)]
+        figures[f"text search, two {tier} words"] = take_turns(
+            {"penstock": tables.our_text, "plain": tables.plain_text}, texts
+        )
+    return figures, {name: hits / asked for name, hits in recall.items()}
 
 
 def main() -> None:
@@ -167,19 +243,30 @@ def main() -> None:
     parser.add_argument("--dir", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=arguments.dir) as directory:
-        tables = Tables(Path(directory), arguments.rows)
-        figures = measure(tables, arguments.rounds)
+        place = Path(directory)
+        small = Tables(place / "small", SMALL_ROWS, searched=False)
+        figures = {
+            f"{what}, {SMALL_ROWS:,} base rows": taken
+            for what, taken in lookups(small, arguments.rounds).items()
+        }
+        small.writer.close(flush=False)
+        tables = Tables(place / "large", arguments.rows)
+        measured = lookups(tables, arguments.rounds) | scans(tables, arguments.rounds)
+        found, recall = searches(tables, arguments.rounds)
+        for what, taken in (measured | found).items():
+            figures[f"{what}, {arguments.rows:,} base rows"] = taken
         tables.writer.close(flush=False)
     for what, taken in figures.items():
-        print(f"\n{what}, {arguments.rows:,} base rows")
+        print(f"\n{what}")
         ours = taken["penstock"]["median_ms"]
         for name, numbers in taken.items():
             print(
                 f"  {name:10} {numbers['median_ms']:>9.2f} ms  p99 {numbers['p99_ms']:>9.2f} ms"
-                f"  penstock takes {ours / numbers['median_ms']:.2f}x its time"
+                f"  penstock takes {ours / numbers['median_ms']:.4g}x its time"
             )
+    print(f"\nrecall@{TOP}: " + ", ".join(f"{name} {part:.3f}" for name, part in recall.items()))
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+        arguments.json.write_text(json.dumps({"figures": figures, "recall": recall}, indent=1))
 
 
 if __name__ == "__main__":
