@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import penstock
-from penstock import errors
+from penstock import errors, query
 
 ENTRY = {"connect", "Database", "Table", "Writer", "__version__"}
 REGION_SPECS = {
@@ -43,6 +43,7 @@ ERRORS = {
     "StoreUnsupported",
     "TableExists",
     "TableNotFound",
+    "VersionNotFound",
     "WriterClosed",
     "WriterPoisoned",
 }
@@ -57,20 +58,24 @@ MEMBERS: dict[str, dict[str, str | None]] = {
     },
     "Table": {
         "close": "",
-        "count": "filter",
+        "count": "filter, *, consistency, version",
         "create_index": "column, kind, *, name, **options",
         "delete": "*, keys",
-        "explain": "columns, filter, limit, offset, *, analyze",
+        "explain": "columns, filter, limit, offset, *, analyze, consistency, version",
+        "explain_get": "keys, *, analyze, consistency, version",
         "flush": "*, recover",
-        "get": "key",
-        "get_many": "keys",
+        "get": "key, *, consistency, version",
+        "get_many": "keys, *, consistency, version",
         "primary_key": None,
-        "scan": "columns, filter, limit, offset",
+        "scan": "columns, filter, limit, offset, *, consistency, version",
         "schema": None,
-        "search": "query, column",
+        "search": (
+            "query, column, *, vector, text, vector_column, text_column, consistency, version"
+        ),
         "set_regions": "regions",
+        "snapshot": "",
         "status": "",
-        "to_arrow": "",
+        "to_arrow": "*, consistency, version",
         "upsert": "data",
         "uri": None,
         "version": None,
@@ -89,6 +94,26 @@ MEMBERS: dict[str, dict[str, str | None]] = {
         "tick": "",
         "upsert": "data",
     },
+}
+EVERY_QUERY: dict[str, str | None] = {
+    "explain": "*, analyze",
+    "limit": "rows",
+    "offset": "rows",
+    "scores": None,
+    "select": "columns",
+    "to_arrow": "",
+    "to_list": "",
+    "to_pandas": "",
+    "to_polars": "",
+    "where": "filter",
+}
+VECTOR_OPTIONS = {"metric": "name", "nprobes": "partitions", "refine": "factor"}
+TEXT_OPTIONS = {"boost": "factors", "operator": "name", "phrase": ""}
+FUSION_OPTIONS = {"depth": "rows", "rank_constant": "constant", "weights": "vector, text"}
+QUERIES: dict[str, dict[str, str | None]] = {
+    "VectorQuery": {**EVERY_QUERY, **VECTOR_OPTIONS, "distance_range": "low, high"},
+    "TextQuery": {**EVERY_QUERY, **TEXT_OPTIONS},
+    "HybridQuery": {**EVERY_QUERY, **VECTOR_OPTIONS, **TEXT_OPTIONS, **FUSION_OPTIONS},
 }
 FUNCTIONS = {
     "bucket": "column, num_buckets",
@@ -124,14 +149,14 @@ def test_the_package_exports_exactly_these_names() -> None:
     assert all(hasattr(penstock, name) for name in penstock.__all__)
 
 
-@pytest.mark.parametrize("name", sorted(MEMBERS))
+@pytest.mark.parametrize("name", [*sorted(MEMBERS), *QUERIES])
 def test_a_class_has_exactly_these_public_members(name: str) -> None:
-    owner = getattr(penstock, name)
+    owner = getattr(penstock if name in MEMBERS else query, name)
     public = {member: getattr(owner, member) for member in dir(owner) if member[0] != "_"}
     found = {
         member: parameters(value) if callable(value) else None for member, value in public.items()
     }
-    assert found == MEMBERS[name]
+    assert found == (MEMBERS | QUERIES)[name]
 
 
 def test_functions_keep_their_parameters() -> None:

@@ -3,7 +3,7 @@
 `upsert` and `delete` keep a writer open between calls. It claims regions back when another process
 has taken them, so any number of processes may call them; each call returns when its rows are
 durable. `writer()` gives a writer of one's own, which is told when it is fenced. Reads see every
-row acknowledged before they began, whoever wrote it.
+row acknowledged before they began, whoever wrote it, unless they ask for less.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import pyarrow as pa
 
@@ -22,20 +22,23 @@ from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.index_details import MemWalIndexDetails, commit_details
 from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
-from penstock.memwal.lookup import get_many
+from penstock.memwal.lookup import get_many, plan_lookup, regions_without
 from penstock.memwal.region_spec import RegionBy, bind
 from penstock.memwal.scan import checked_columns, count_view, plan_scan, scan_view
+from penstock.memwal.snapshots import build_snapshot
 from penstock.memwal.status import TableStatus, table_status
 from penstock.memwal.table_writer import TableWriter
 from penstock.memwal.view import Reader, View
 from penstock.memwal.writer import RegionWriter
-from penstock.query import VectorQuery, search
+from penstock.query import HybridQuery, TextQuery, VectorQuery, search
 
 if TYPE_CHECKING:
     from penstock.memwal.filters import Filter
 
 Writer = TableWriter
 _REOPEN_ATTEMPTS = 16
+
+T = TypeVar("T")
 
 
 class Table:
@@ -130,21 +133,52 @@ class Table:
                 self._left.update(writer.region_id for writer in shared.region_writers())
 
     # --- reading ---------------------------------------------------------------------------
+    #
+    # Every read takes `consistency`: "strong" sees every acknowledged row, "eventual" what the
+    # last `snapshot` brought into the newest version; and `version`, to read an older version.
 
-    def get(self, key: Any) -> dict[str, Any] | None:
+    def get(
+        self, key: Any, *, consistency: str = "strong", version: int | None = None
+    ) -> dict[str, Any] | None:
         """The row with that key, or None."""
-        found = self.get_many([key]).to_pylist()
+        found = self.get_many([key], consistency=consistency, version=version).to_pylist()
         return found[0] if found else None
 
-    def get_many(self, keys: Any) -> pa.Table:
+    def get_many(
+        self, keys: Any, *, consistency: str = "strong", version: int | None = None
+    ) -> pa.Table:
         """The rows with these keys, those that exist, in no particular order."""
-        shape = self._base.snapshot().shape
-        arrays = keys_to_arrays(keys, shape)
-        return self._reader.read(self._region_writers, lambda view: get_many(view, arrays))
+        given = _reusable(keys)
+        return self._reader.read(
+            self._region_writers,
+            lambda view: get_many(view, keys_to_arrays(given, view.shape)),
+            consistency=consistency,
+            version=version,
+            leave_out=lambda base, regions: regions_without(
+                base, regions, keys_to_arrays(given, base.shape)
+            ),
+        )
 
-    def to_arrow(self) -> pa.Table:
+    def explain_get(
+        self,
+        keys: Any,
+        *,
+        analyze: bool = False,
+        consistency: str = "strong",
+        version: int | None = None,
+    ) -> str:
+        """The plan of `get_many`; with `analyze` it is run, and each node says what it did."""
+        given = _reusable(keys)
+
+        def work(view: View) -> str:
+            plan = plan_lookup(view, keys_to_arrays(given, view.shape))
+            return plan.explained(analyze=analyze)
+
+        return self._read(work, consistency, version)
+
+    def to_arrow(self, *, consistency: str = "strong", version: int | None = None) -> pa.Table:
         """Every row."""
-        return self.scan().read_all()
+        return self.scan(consistency=consistency, version=version).read_all()
 
     def scan(
         self,
@@ -152,14 +186,18 @@ class Table:
         filter: str | None = None,
         limit: int | None = None,
         offset: int = 0,
+        *,
+        consistency: str = "strong",
+        version: int | None = None,
     ) -> pa.RecordBatchReader:
         """Rows as they are now, streamed: the newest version of each, deleted ones left out.
 
         `filter` is an SQL condition over the table's columns.
         """
-        return self._reader.read(
-            self._region_writers,
+        return self._read(
             lambda view: scan_view(view, columns, _filter(filter, view), limit, offset),
+            consistency,
+            version,
         )
 
     def explain(
@@ -170,31 +208,97 @@ class Table:
         offset: int = 0,
         *,
         analyze: bool = False,
+        consistency: str = "strong",
+        version: int | None = None,
     ) -> str:
         """The plan of such a scan; with `analyze` it is run, and each node says what it did."""
 
         def work(view: View) -> str:
             chosen = checked_columns(view, columns)
             plan = plan_scan(view, chosen, _filter(filter, view), limit, offset)
-            if analyze:
-                for _ in plan.stream():
-                    continue
-            return plan.explain(analyze=analyze)
+            return plan.explained(analyze=analyze)
 
-        return self._reader.read(self._region_writers, work)
+        return self._read(work, consistency, version)
 
-    def count(self, filter: str | None = None) -> int:
+    def count(
+        self,
+        filter: str | None = None,
+        *,
+        consistency: str = "strong",
+        version: int | None = None,
+    ) -> int:
         """How many rows there are, or match a filter."""
-        return self._reader.read(
-            self._region_writers, lambda view: count_view(view, _filter(filter, view))
+        return self._read(
+            lambda view: count_view(view, _filter(filter, view)), consistency, version
         )
 
-    def search(self, query: Any, column: str | None = None) -> VectorQuery:
-        """The rows nearest to a vector; see `VectorQuery` for what can be asked of them.
+    @overload
+    def search(
+        self,
+        query: str,
+        column: str | Sequence[str] | None = None,
+        *,
+        consistency: str = "strong",
+        version: int | None = None,
+    ) -> TextQuery: ...
 
-        `column` may be left out if only one holds vectors.
+    @overload
+    def search(
+        self,
+        query: None = None,
+        column: None = None,
+        *,
+        vector: Any,
+        text: str,
+        vector_column: str | None = None,
+        text_column: str | Sequence[str] | None = None,
+        consistency: str = "strong",
+        version: int | None = None,
+    ) -> HybridQuery: ...
+
+    @overload
+    def search(
+        self,
+        query: Any,
+        column: str | None = None,
+        *,
+        consistency: str = "strong",
+        version: int | None = None,
+    ) -> VectorQuery: ...
+
+    def search(
+        self,
+        query: Any = None,
+        column: str | Sequence[str] | None = None,
+        *,
+        vector: Any = None,
+        text: str | None = None,
+        vector_column: str | None = None,
+        text_column: str | Sequence[str] | None = None,
+        consistency: str = "strong",
+        version: int | None = None,
+    ) -> VectorQuery | TextQuery | HybridQuery:
+        """The rows nearest to a vector, or whose texts match words best, or both; best first.
+
+        A vector gives a `VectorQuery`, a string a `TextQuery`, `vector=` and `text=` together a
+        `HybridQuery`; these say what can be asked of them, and read nothing until they are run.
+        A column may be left out if only one holds vectors; without one, text is searched for in
+        every column that has a full-text index.
         """
-        return search(lambda work: self._reader.read(self._region_writers, work), query, column)
+        self._reader.check(consistency, version)
+
+        def read(work: Callable[[View], T]) -> T:
+            return self._read(work, consistency, version)
+
+        return search(
+            read,
+            query,
+            column,
+            vector=vector,
+            text=text,
+            vector_column=vector_column,
+            text_column=text_column,
+        )
 
     def status(self) -> TableStatus:
         return table_status(self._base)
@@ -237,7 +341,20 @@ class Table:
         self.close()
         return details.current_spec.spec_id
 
+    def snapshot(self) -> int:
+        """Bring what is flushed into the table's newest version, for eventual reads and others.
+
+        Returns the version that holds it, which can be read as it is now for as long as the
+        version and its generations are kept. Rows that are only in the log are not in it.
+        """
+        return build_snapshot(self._base)
+
     # --- details ---------------------------------------------------------------------------
+
+    def _read(self, work: Callable[[View], T], consistency: str, version: int | None) -> T:
+        return self._reader.read(
+            self._region_writers, work, consistency=consistency, version=version
+        )
 
     def _default_config(self) -> WriterConfig:
         return WriterConfig().with_defaults(self._base.snapshot().details.writer_config_defaults)
@@ -281,6 +398,11 @@ def _filter(sql: str | None, view: View) -> Filter | None:
     from penstock.memwal.filters import Filter
 
     return Filter.parse(sql, view.shape.schema)
+
+
+def _reusable(keys: Any) -> Any:
+    """Keys that can be gone through again, should the view go stale."""
+    return list(keys) if isinstance(keys, Iterator) else keys
 
 
 def _stands(writer: RegionWriter) -> bool:

@@ -8,7 +8,7 @@ column, the row where it helps, and what was expected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -65,6 +65,9 @@ def keys_to_arrays(keys: Any, shape: TableShape) -> dict[str, pa.Array]:
 
 def _key_columns(keys: list[Any], shape: TableShape) -> list[pa.Array]:
     columns = shape.key_columns
+    if len(columns) == 1 and not any(issubclass(kind, Mapping) for kind in set(map(type, keys))):
+        kind = shape.schema.field(columns[0]).type
+        return [_python_array(f"key column {columns[0]!r}", keys, kind)]
     rows: list[Sequence[Any]] = []
     for key in keys:
         if isinstance(key, Mapping):
@@ -140,11 +143,14 @@ def _python_array(what: str, values: list[Any], kind: pa.DataType) -> pa.Array:
         raise InvalidInput(f"{what} is {kind}, which a value does not fit: {error}") from error
 
 
-def _misfit(values: Iterable[Any], kind: pa.DataType) -> Any:
+def _misfit(values: Sequence[Any], kind: pa.DataType) -> Any:
     """A value that Arrow would take and cut short: a fraction, a member no struct has."""
     t = pa.types
     if t.is_integer(kind) or t.is_temporal(kind):
-        return next((v for v in values if isinstance(v, float | np.floating | Decimal)), None)
+        fractions = (float, np.floating, Decimal)
+        if not any(issubclass(given, fractions) for given in set(map(type, values))):
+            return None
+        return next(v for v in values if isinstance(v, fractions))
     if t.is_struct(kind):
         members = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
         rows = [v for v in values if isinstance(v, Mapping)]

@@ -6,7 +6,8 @@ first takes the number of rows, and then sees exactly that prefix whatever is ap
 Of several rows with one key the last wins; the key map points at it. A delete is a row too.
 
 Batches are views of the very buffers that went into the WAL, so memory and log cannot differ.
-Live indexes may lag behind the rows when writes are not indexed; `catch_up` closes the gap.
+Live indexes lack rows that were not indexed when they were written (`fully_indexed`); readers look
+at those one by one, and flushing indexes them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -61,9 +63,9 @@ class MemTable:
         self._starts: list[int] = []
         self._small_from = 0
         self._newest: dict[Any, int] = {}
-        self._unindexed: list[tuple[int, pa.RecordBatch]] = []
+        self.fully_indexed = True
+        """Whether the live indexes have every row there is."""
         self._lock = threading.Lock()
-        self._index_lock = threading.Lock()
 
     # --- writing ---------------------------------------------------------------------------
 
@@ -83,24 +85,11 @@ class MemTable:
             if deltas is not None:
                 self.indexes.append(deltas, first)
             elif self.indexes:
-                self._unindexed.append((first, rows.batch))
+                self.fully_indexed = False
             self._rows = first + count
             self.size_bytes += rows.size_bytes + count * _KEY_OVERHEAD_BYTES
             if len(self._batches) - self._small_from >= _COMBINE_BATCHES:
                 self._combine()
-
-    def catch_up(self) -> None:
-        """Bring the live indexes up to the rows."""
-        with self._index_lock:
-            while True:
-                with self._lock:
-                    waiting, self._unindexed = self._unindexed, []
-                if not waiting:
-                    return
-                for first, batch in waiting:
-                    deltas = self.indexes.encode(batch)
-                    with self._lock:
-                        self.indexes.append(deltas, first)
 
     def _combine(self) -> None:
         tail = self._batches[self._small_from :]
@@ -139,6 +128,20 @@ class MemTable:
         if found is None:
             return None
         return table.slice(table.num_rows - 1 - found, 1).combine_chunks().to_batches()[0]
+
+    def find_many(self, keys: list[Any], rows: int) -> npt.NDArray[np.int64]:
+        """Of each key the number of its newest row among the first `rows`, or -1."""
+        newest = self._newest
+        with self._lock:
+            found = np.array([newest.get(key, -1) for key in keys], dtype=np.int64)
+        later = np.flatnonzero(found >= rows)
+        if len(later):
+            # Written again since the rows were counted, which the map knows nothing of.
+            stored = key_array(self.table(rows), self.shape.key_columns)
+            wanted = pa.array([keys[at] for at in later.tolist()], stored.type)
+            back = pc.index_in(wanted, stored.take(_reversed(len(stored))))
+            found[later] = rows - 1 - back.fill_null(rows).to_numpy()
+        return found
 
     def table(self, rows: int | None = None) -> pa.Table:
         """The first `rows` rows (all by default), in order, tombstones included."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import ObjectNotFound, PenstockError
+from penstock.errors import Corruption, ObjectNotFound, PenstockError
 from penstock.index.bloom import BloomFilter
 from penstock.index.primary_key import PkIndexReader, key_array, python_keys
 from penstock.memwal import names
@@ -44,6 +44,9 @@ ROW_ID = "_rowid"
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
 _KEPT_ROWS = 200_000
 """Generations of up to so many rows are kept in memory, as far as the cache allows."""
+_BLOCK_ROWS = 8192
+_TAKES_BEFORE_KEPT = 2
+"""Rows are taken one by one so often before whole columns are read instead."""
 
 
 class StaleView(PenstockError):
@@ -76,6 +79,8 @@ class GenerationSource:
         self._columns: dict[str, pa.ChunkedArray] = {}
         self._numbers: npt.NDArray[np.int64] | None = None
         self._ids: dict[str, int] | None = None
+        self._takes = 0
+        self._compared: tuple[TableShape, bool] | None = None
 
     @property
     def label(self) -> str:
@@ -112,21 +117,41 @@ class GenerationSource:
             self._reader = self._guarded(lambda: PkIndexReader(self.uri, self._options))
         return self._reader
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether its keys are in memory."""
+        return self._keys is not None
+
     def keys(self) -> pa.Array:
         if self._keys is None:
             self._keys = self._guarded(lambda: self.reader.keys_by_row())
         return self._keys
 
-    def may_contain(self, columns: Sequence[pa.Array]) -> Mask | None:
-        """What the bloom filter says of each key, or None if there is no filter."""
+    @property
+    def bloom(self) -> BloomFilter | None:
+        """Which keys it may hold; None if it has no filter."""
         if not self._bloom_read:
             try:
                 data = self._store.get(f"{self._key}/{BLOOM_FILE}").data
                 self._bloom = BloomFilter.from_bytes(data)
             except ObjectNotFound:
                 self._bloom = None
+            except Corruption as error:
+                raise Corruption(
+                    f"{self.uri}/{BLOOM_FILE} is damaged: {error}; remove it (lookups are only "
+                    "slower without), or restore it from a copy"
+                ) from error
             self._bloom_read = True
-        return None if self._bloom is None else self._bloom.may_contain(columns)
+        return self._bloom
+
+    def may_contain(self, columns: Sequence[pa.Array]) -> Mask | None:
+        """What the bloom filter says of each key, or None if there is no filter."""
+        bloom = self.bloom
+        return None if bloom is None else bloom.may_contain(columns)
+
+    def answers_from_memory(self, keys: pa.Array) -> bool:
+        """Whether `find` reads nothing for these keys."""
+        return self._reader is not None and self._reader.in_memory(keys)
 
     def find(self, keys: pa.Array) -> Rows:
         """The newest row with each key, or -1."""
@@ -136,8 +161,16 @@ class GenerationSource:
         """Rows by number, with their tombstone flag."""
 
         wanted = [*columns, TOMBSTONE]
-        if self._numbers is not None and all(name in self._columns for name in wanted):
-            places = pa.array(np.searchsorted(self._numbers, rows))
+        self._takes += 1
+        if self._takes > _TAKES_BEFORE_KEPT:
+            self._kept_columns(shape, columns)
+        kept = self._numbers is not None and all(name in self._columns for name in wanted)
+        if self._numbers is not None and kept and self._is_current(shape):
+            at = np.searchsorted(self._numbers, rows)
+            if len(at) == 1:  # slices are views, and many times faster than `take`
+                first = int(at[0])
+                return pa.table({name: self._columns[name].slice(first, 1) for name in wanted})
+            places = pa.array(at)
             return pa.table({name: self._columns[name].take(places) for name in wanted})
 
         def work() -> pa.Table:
@@ -228,13 +261,17 @@ class GenerationSource:
 
     def _is_current(self, shape: TableShape) -> bool:
         """Whether its columns are those of the table today, so that Lance can do the work."""
-        dataset = self.dataset
-        assert self._ids is not None
-        return all(
-            self._ids.get(field.name) == shape.field_ids[field.name]
-            and dataset.schema.field(field.name).type == field.type
-            for field in shape.schema
-        )
+        known = self._compared
+        if known is None or known[0] is not shape:
+            schema = self.dataset.schema
+            assert self._ids is not None
+            current = all(
+                self._ids.get(field.name) == shape.field_ids[field.name]
+                and schema.field(field.name).type == field.type
+                for field in shape.schema
+            )
+            known = self._compared = (shape, current)
+        return known[1]
 
     def _aligned(self, rows: pa.Table, shape: TableShape) -> pa.Table:
         assert self._ids is not None
@@ -263,23 +300,16 @@ class MemTableSource:
     def keys(self) -> pa.Array:
         return key_array(self.memtable.table(self.rows), self.memtable.shape.key_columns)
 
-    def find_batches(self, keys: pa.Array) -> tuple[list[pa.RecordBatch], Mask]:
-        """The newest row with each key that is here, and which keys those are."""
-        hits = []
-        found = np.zeros(len(keys), dtype=np.bool_)
-        for number, key in enumerate(python_keys(keys)):
-            hit = self.memtable.find(key, self.rows)
-            if hit is not None:
-                hits.append(hit)
-                found[number] = True
-        return hits, found
+    def find(self, keys: pa.Array) -> Rows:
+        """The newest row with each key, or -1."""
+        return self.memtable.find_many(python_keys(keys), self.rows)
 
     def scan(
         self, shape: TableShape, columns: Sequence[str], where: Filter | None
     ) -> Iterator[Scanned]:
         """Rows that match, tombstones among them."""
         first = 0
-        for batch in self.memtable.table(self.rows).to_batches():
+        for batch in _in_blocks(self.memtable.table(self.rows).to_batches()):
             rows = shape.align(batch)
             numbers = np.arange(first, first + rows.num_rows)
             first += rows.num_rows
@@ -296,9 +326,10 @@ class MemTableSource:
 class BaseSource:
     """The base table at one version."""
 
+    label = "base_table[gen=0]"
+
     def __init__(self, dataset: lance.LanceDataset, *, numbered: bool) -> None:
         self.dataset = dataset
-        self.label = "base_table[gen=0]"
         self._numbered = numbered
 
     def scan(
@@ -329,6 +360,20 @@ def _offsets(addresses: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.int64]:
     """Row numbers within the only fragment of a generation."""
     offsets: npt.NDArray[np.int64] = (addresses.to_numpy() & _OFFSET_MASK).astype(np.int64)
     return offsets
+
+
+def _in_blocks(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows with small batches put together: each costs as much as thousands of rows."""
+    small: list[pa.RecordBatch] = []
+    waiting_rows = 0
+    for batch in batches:
+        if small and waiting_rows + batch.num_rows > _BLOCK_ROWS:
+            yield pa.concat_batches(small) if len(small) > 1 else small[0]
+            small, waiting_rows = [], 0
+        small.append(batch)
+        waiting_rows += batch.num_rows
+    if small:
+        yield pa.concat_batches(small) if len(small) > 1 else small[0]
 
 
 def chosen_rows(rows: pa.RecordBatch, mask: Mask) -> pa.RecordBatch:

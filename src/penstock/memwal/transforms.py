@@ -65,6 +65,8 @@ def group(
     if not rows:
         return []
     columns = evaluate(spec, batch, columns_by_id)
+    if rows == 1:
+        return [(tuple(column[0].as_py() for column in columns), None)]
     codes: Indices | None = None
     for column in columns:
         own = _codes(column)
