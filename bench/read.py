@@ -39,13 +39,15 @@ from penstock.memwal.regions import load_manifests
 
 REGIONS = 4
 GENERATIONS = 3
-GENERATION_ROWS = 6_000
-MEMORY_ROWS = 2_000
+GENERATION_SHARE = 0.006
+MEMORY_SHARE = 0.002
+"""Rows of each generation, and rows in memory, for each row of the base."""
 BATCH_KEYS = 1_000
 SMALL_ROWS = 10_000
 WRITE_ROWS = 8_192
 TOP = 10
-REFINE = 10
+NPROBES = 20
+REFINE = 30
 RECALL_QUERIES = 50
 
 Figures = dict[str, dict[str, float]]
@@ -79,9 +81,9 @@ class Tables:
             return batch.set_column(0, SCHEMA.field("id"), pa.array(ids))
 
         for _ in range(GENERATIONS):
-            self.writer.upsert(changes(GENERATION_ROWS * REGIONS))
+            self.writer.upsert(changes(int(base_rows * GENERATION_SHARE) * REGIONS))
             self.writer.flush()
-        self.writer.upsert(changes(MEMORY_ROWS))
+        self.writer.upsert(changes(int(base_rows * MEMORY_SHARE)))
         merged = self.table.to_arrow()
         self.merged = lance.write_dataset(
             merged.to_reader(WRITE_ROWS), str(directory / "merged.lance"), schema=merged.schema
@@ -114,15 +116,22 @@ class Tables:
 
     def lance_vectors(self, query: npt.NDArray[np.float32]) -> pa.Table:
         planner = LsmVectorSearchPlanner(self.dataset, self.snapshots(), "vector")
-        plan = planner.plan_search(pa.array(query), k=TOP, nprobes=20, refine_base_table=True)
+        plan = planner.plan_search(pa.array(query), k=TOP, nprobes=NPROBES, refine_base_table=True)
         return plan.to_table()
 
     def plain_vectors(self, query: npt.NDArray[np.float32]) -> pa.Table:
-        nearest = {"column": "vector", "q": query, "k": TOP, "refine_factor": REFINE}
+        nearest = {
+            "column": "vector",
+            "q": query,
+            "k": TOP,
+            "nprobes": NPROBES,
+            "refine_factor": REFINE,
+        }
         return self.merged.scanner(columns=["id", "_distance"], nearest=nearest).to_table()
 
     def our_vectors(self, query: npt.NDArray[np.float32]) -> pa.Table:
-        return self.table.search(query).limit(TOP).select(["id"]).to_arrow()
+        asked = self.table.search(query).limit(TOP).nprobes(NPROBES).refine(REFINE)
+        return asked.select(["id"]).to_arrow()
 
     def plain_text(self, words: str) -> None:
         self.merged.scanner(columns=["id", "_score"], full_text_query=words, limit=TOP).to_table()
@@ -140,7 +149,7 @@ def _index(dataset: lance.LanceDataset, searched: bool) -> None:
             name="vector_idx",
             metric="l2",
             num_partitions=256,
-            num_sub_vectors=16,
+            num_sub_vectors=32,
             sample_rate=64,
         )
         dataset.create_scalar_index("body", "INVERTED", name="body_idx", with_position=True)

@@ -127,6 +127,7 @@ class Table:
         """Let go of the writer that `upsert` and `delete` keep; the rows stay where they are."""
         with self._lock:
             shared, self._shared = self._shared, None
+        self._reader.forget()
         if shared is not None:
             shared.close(flush=False)
             with self._lock:

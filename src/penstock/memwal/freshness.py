@@ -152,6 +152,10 @@ class RowIdSet:
         self._added: RowIds | None = None
 
     def __len__(self) -> int:
+        return self._size
+
+    @cached_property
+    def _size(self) -> int:
         known = sum(int(np.count_nonzero(bitmap)) for bitmap in self._bitmaps.values())
         if self._added is None:
             return known

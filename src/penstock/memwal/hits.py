@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock.index.primary_key import one_chunk
 from penstock.memwal.plan import Chunk, Node
 from penstock.memwal.shape import TableShape
 from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
@@ -44,14 +45,19 @@ class Hits:
     rows: Numbers
     scores: Floats
     columns: pa.Table | None = None
-    """Columns of these rows that were read on the way."""
+    """Columns that were read on the way, of these rows and perhaps of more."""
+    at: Rows | None = None
+    """Where the rows are among those of `columns`; None if they are the same."""
     counted: bool = False
     """Whether every row is known to be the newest of its key."""
 
     def chosen(self, places: Rows) -> Hits:
         """The hits at these places, in that order."""
-        columns = None if self.columns is None else self.columns.take(pa.array(places))
-        return Hits(self.source, self.rows[places], self.scores[places], columns, self.counted)
+        at = None
+        if self.columns is not None:
+            at = places if self.at is None else self.at[places]
+        rows, scores = self.rows[places], self.scores[places]
+        return Hits(self.source, rows, scores, self.columns, at, self.counted)
 
     @property
     def num_rows(self) -> int:
@@ -107,30 +113,34 @@ class SortExec(Node[Chunk]):
         return pa.RecordBatch.from_arrays(columns, schema=pa.schema([*fields, score]))
 
     def _taken(self, found: Sequence[Hits], order: Rows, schema: pa.Schema) -> list[pa.Array]:
-        parts: list[pa.Table] = []
+        """The columns, one array each: gathered source by source, then brought into order."""
+        parts: list[list[pa.Array]] = [[pa.array([], field.type)] for field in schema]
         places: list[Rows] = []
         ends = np.cumsum([hits.num_rows for hits in found])
         owners = np.searchsorted(ends, order, side="right")
-        for number in np.unique(owners).tolist():
+        for number in sorted(set(owners.tolist())):
             hits = found[number]
             here = np.flatnonzero(owners == number)
             best = hits.chosen(order[here] - (int(ends[number]) - hits.num_rows))
-            if best.columns is None:
+            table = best.columns
+            if table is None:
                 table = taken(self._view, best.source, best.rows, self._columns)
-            else:
-                table = best.columns.select(self._columns)
-            parts.append(table.cast(schema))
+            for arrays, field in zip(parts, schema, strict=True):
+                column = one_chunk(table.column(field.name))
+                if best.at is not None:
+                    column = column.take(pa.array(best.at))
+                arrays.append(column if column.type == field.type else column.cast(field.type))
             places.append(here)
-        table = pa.concat_tables([pa.Table.from_batches([], schema), *parts])
-        if len(places) > 1:
-            table = table.take(pa.array(np.argsort(np.concatenate(places), kind="stable")))
-        return [column.combine_chunks() for column in table.columns]
+        if len(places) < 2:
+            return [arrays[-1] for arrays in parts]
+        back = pa.array(np.argsort(np.concatenate(places), kind="stable"))
+        return [pa.concat_arrays(arrays).take(back) for arrays in parts]
 
 
 def taken(
     view: View, source: FreshSource | None, rows: Numbers, columns: Sequence[str]
 ) -> pa.Table:
-    """Rows of one source, in the order given."""
+    """These columns of rows of one source, in the order given; there may be others beside them."""
     if source is None:
         table = view.base.dataset._take_rows(rows.tolist(), columns=list(columns))
     elif isinstance(source, GenerationSource):
@@ -139,22 +149,22 @@ def taken(
         table = memtable_rows(source, rows.astype(np.int64), view.shape, columns)
     if table.num_rows != len(rows):
         raise StaleView(f"{len(rows)} rows were found and {table.num_rows} of them are there")
-    return table.select(list(columns))
+    return table
 
 
 def memtable_rows(
     source: MemTableSource, rows: Rows, shape: TableShape, columns: Sequence[str]
 ) -> pa.Table:
     """Rows of a MemTable by number, in that order."""
-    batches = source.memtable.table(source.rows).to_batches()
-    ends = np.cumsum([batch.num_rows for batch in batches])
-    numbers = np.searchsorted(ends, rows, side="right")
+    batches, starts = source.memtable.batches_with(rows)
     pieces, order = [], []
-    for number in np.unique(numbers).tolist():
-        batch = shape.align(batches[number]).select(list(columns))
-        here = np.flatnonzero(numbers == number)
-        first = int(ends[number]) - batches[number].num_rows
-        pieces.append(batch.take(pa.array(rows[here] - first)))
+    for batch, start in zip(batches, starts, strict=True):
+        end = start + batch.num_rows
+        here = np.flatnonzero((rows >= start) & (rows < end))
+        aligned = shape.align(batch).select(list(columns))
+        pieces.append(aligned.take(pa.array(rows[here] - start)))
         order.append(here)
-    back = np.argsort(np.concatenate(order), kind="stable")
-    return pa.Table.from_batches(pieces).take(pa.array(back))
+    table = pa.Table.from_batches(pieces)
+    if len(pieces) > 1:
+        table = table.take(pa.array(np.argsort(np.concatenate(order), kind="stable")))
+    return table

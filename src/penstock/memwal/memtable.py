@@ -143,6 +143,13 @@ class MemTable:
             found[later] = rows - 1 - back.fill_null(rows).to_numpy()
         return found
 
+    def batches_with(self, rows: npt.NDArray[np.int64]) -> tuple[list[pa.RecordBatch], list[int]]:
+        """The batches that hold these rows, and the number of the first row of each."""
+        with self._lock:
+            places = {bisect_right(self._starts, row) - 1 for row in rows.tolist()}
+            chosen = sorted(places)
+            return [self._batches[at] for at in chosen], [self._starts[at] for at in chosen]
+
     def table(self, rows: int | None = None) -> pa.Table:
         """The first `rows` rows (all by default), in order, tombstones included."""
         with self._lock:

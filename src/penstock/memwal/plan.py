@@ -140,6 +140,12 @@ class UnionExec(Node[P]):
         for child in self.children:
             yield from child.stream()
 
+    def count(self) -> None:
+        """Take over what the inputs did, where somebody has asked them one by one."""
+        self.rows = sum(child.rows for child in self.children)
+        self.bytes = sum(child.bytes for child in self.children)
+        self.ms = sum(child.ms for child in self.children)
+
 
 class DeduplicateExec(Node[Chunk]):
     """Of each key the newest row, unless it is a tombstone.

@@ -106,6 +106,7 @@ class FilterStaleExec(Node[Hits]):
         self, view: View, rows: int, union: UnionExec[Hits], last: Sequence[KNNExec]
     ) -> None:
         super().__init__(union)
+        self._union = union
         self._view = view
         self._rows = rows
         self._last = last
@@ -117,6 +118,8 @@ class FilterStaleExec(Node[Hits]):
     def _stream(self) -> Iterator[Hits]:
         sources = self.children[0].children
         if len(sources) > 1:
+            if self._view.shape.key_columns and self._view.sources:
+                _ = self._view.hidden_base_rows  # or both threads would work it out
             for begun in self._last:
                 begun.begin()
         for source in sorted(sources, key=lambda child: child in self._last):
@@ -131,6 +134,7 @@ class FilterStaleExec(Node[Hits]):
                     break
             if kept is not None:
                 yield kept
+        self._union.count()
 
     def _counts(self, hits: Hits) -> Mask:
         view = self._view
@@ -144,7 +148,7 @@ class FilterStaleExec(Node[Hits]):
             return ~hidden.contains(hits.rows)
         # Too many keys to keep: compare those of the hits with those in front of the base.
         assert hits.columns is not None
-        keys = key_array(hits.columns, view.shape.key_columns)
+        keys = key_array(hits.columns, view.shape.key_columns)  # of rounds, so all of them
         return ~np.asarray(pc.is_in(keys, value_set=view.freshness.distinct))
 
 
@@ -418,7 +422,7 @@ def _search_base(
             None,
             hits[ROW_ID].to_numpy(),
             hits[DISTANCE].to_numpy(),
-            hits.select(needed) if needed else None,
+            hits if needed else None,
         )
 
 
@@ -446,9 +450,9 @@ def _ask_lance(
         "use_index": search.uses_index,
     }
     if search.column.compressed and search.uses_index:
-        # By default so many times the rows wanted, however many more are asked for.
-        spread = math.ceil(DEFAULT_REFINE * search.rows / max(1, asked))
-        nearest["refine_factor"] = search.refine or max(_LEAST_REFINE, spread)
+        # So many times the rows wanted, however many more are asked for.
+        spread = math.ceil((search.refine or DEFAULT_REFINE) * search.rows / max(1, asked))
+        nearest["refine_factor"] = max(1 if search.refine else _LEAST_REFINE, spread)
     if search.nprobes is not None:
         nearest["nprobes"] = search.nprobes
     while True:

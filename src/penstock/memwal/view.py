@@ -97,9 +97,10 @@ class View:
         self.reader = reader
         self.base = base
         self.shape: TableShape = base.shape
+        self.given = regions
         self.regions = sorted(regions, key=lambda region: region.rank)
 
-    @property
+    @cached_property
     def sources(self) -> list[FreshSource]:
         """Everything in front of the base, in the order in which later ones win."""
         return [source for region in self.regions for source in region.sources]
@@ -187,6 +188,25 @@ class View:
         return self.reader.key_index(self.base)
 
 
+def _same_sources(some: Sequence[RegionView], others: Sequence[RegionView]) -> bool:
+    """Whether two views of regions have the very same rows."""
+    if len(some) != len(others):
+        return False
+    for one, other in zip(some, others, strict=True):
+        if one.manifest.region_id != other.manifest.region_id or one.rank != other.rank:
+            return False
+        if len(one.sources) != len(other.sources):
+            return False
+        for before, now in zip(one.sources, other.sources, strict=True):
+            if before is now:
+                continue
+            if not (isinstance(before, MemTableSource) and isinstance(now, MemTableSource)):
+                return False
+            if before.memtable is not now.memtable or before.rows != now.rows:
+                return False
+    return True
+
+
 def _unsettled(sources: Sequence[FreshSource], kind: pa.DataType) -> Freshness:
     return Freshness(SettledFreshness([], kind), [], sources, kind)
 
@@ -204,6 +224,7 @@ class Reader:
         self._tails: dict[uuid.UUID, _Tail] = {}
         self._known: dict[uuid.UUID, RegionManifest] = {}
         """A manifest of each region met so far: which values it stands for never changes."""
+        self._last: View | None = None
         self._snapshots: FewCache[tuple[RegionManifest, ...]] = FewCache(_KEPT_SNAPSHOTS)
         self._lock = threading.Lock()
 
@@ -299,7 +320,17 @@ class Reader:
             left_out = leave_out(base, [self._known[i] for i in ids if i in self._known])
             ids = [region_id for region_id in ids if region_id not in left_out]
         regions = [self._region(base, region_id, live.get(region_id)) for region_id in ids]
-        return View(self, base, regions)
+        if leave_out is not None:
+            return View(self, base, regions)
+        # If nothing was written since the last one, what that has worked out holds for this.
+        last = self._last
+        if last is None or last.base is not base or not _same_sources(last.given, regions):
+            last = self._last = View(self, base, regions)
+        return last
+
+    def forget(self) -> None:
+        """Let go of the last view, and with it of the rows in memory that it has."""
+        self._last = None
 
     def _named_regions(self, base: BaseSnapshot) -> list[RegionView]:
         """The regions as the snapshot of a version has them; without one the base is all."""

@@ -22,7 +22,7 @@ from penstock.storage.entropy import SystemEntropy
 from penstock.storage.objects import TEMPORARY
 
 IOV_MAX = 1024
-RACE_ATTEMPTS = 4
+RACE_ATTEMPTS = 64
 STALE_TEMPORARY_MS = 3_600_000
 MAX_SWEPT = 1000
 HASH_CHUNK_BYTES = 1 << 22

@@ -165,10 +165,14 @@ class LocalStore:
                 try:
                     shutil.rmtree(path)
                     break
-                except (FileNotFoundError, NotADirectoryError):
+                except NotADirectoryError:
                     break
                 except OSError as error:
-                    if error.errno != errno.ENOTEMPTY or attempt == RACE_ATTEMPTS - 1:
+                    # Others add files below, or remove them too.
+                    if not os.path.lexists(path):
+                        break
+                    raced = isinstance(error, FileNotFoundError) or error.errno == errno.ENOTEMPTY
+                    if not raced or attempt == RACE_ATTEMPTS - 1:
                         raise
             with contextlib.suppress(FileNotFoundError):
                 fsync_path(os.path.dirname(path))
