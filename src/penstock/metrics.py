@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 registry = CollectorRegistry()
 
 
-def _counter(name: str, text: str) -> Counter:
-    return Counter(f"penstock_{name}", text, registry=registry)
+def _counter(name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"penstock_{name}", text, labels, registry=registry)
 
 
-def _gauge(name: str, text: str) -> Gauge:
-    return Gauge(f"penstock_{name}", text, registry=registry)
+def _gauge(name: str, text: str, *labels: str) -> Gauge:
+    return Gauge(f"penstock_{name}", text, labels, registry=registry)
 
 
 claim_races = _counter("claim_races", "Claims of a region that lost a race and were retried")
@@ -33,7 +33,8 @@ poisoned_writers = _counter("poisoned_writers", "Writers stopped by a failure")
 back_pressure_waits = _counter("back_pressure_waits", "Writes that waited for a flush")
 missed_ticks = _counter("missed_ticks", "Rounds of housekeeping that found no thread")
 memtable_bytes = _gauge("memtable_bytes", "Bytes in MemTables, frozen ones included")
-cache_hits = _counter("cache_hits", "Reads answered from a reader cache")
-cache_misses = _counter("cache_misses", "Reads that had to fill a reader cache")
-cache_evictions = _counter("cache_evictions", "Values dropped from a reader cache for its limit")
+cache_hits = _counter("cache_hits", "Reads answered from a reader cache", "cache")
+cache_misses = _counter("cache_misses", "Reads that had to fill a reader cache", "cache")
+cache_evictions = _counter("cache_evictions", "Values dropped for a cache's limit", "cache")
+cache_bytes = _gauge("cache_bytes", "Bytes in a reader cache when it was last filled", "cache")
 stale_views = _counter("stale_views", "Views taken again because something vanished under them")

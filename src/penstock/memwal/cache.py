@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
@@ -22,11 +23,17 @@ V = TypeVar("V")
 class ByteCache(Generic[T]):
     """Values by key, at most `limit_bytes` of them together; a value larger than that is not kept.
 
-    A value's size may grow while it is cached; sizes are taken anew at every insertion.
+    A value's size may grow while it is cached; sizes are taken anew at every insertion. The name
+    is that of its metrics, which it shares with the same cache of other tables.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, name: str = "other") -> None:
         self.limit_bytes = limit_bytes
+        self._hits = metrics.cache_hits.labels(name)
+        self._misses = metrics.cache_misses.labels(name)
+        self._evictions = metrics.cache_evictions.labels(name)
+        self._filled = _Filled(name)
+        weakref.finalize(self, self._filled.set, 0)
         self._items: OrderedDict[Hashable, T] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -36,10 +43,10 @@ class ByteCache(Generic[T]):
             found = self._items.get(key)
             if found is not None:
                 self._items.move_to_end(key)
-                metrics.cache_hits.inc()
+                self._hits.inc()
                 return found
         made = make()
-        metrics.cache_misses.inc()
+        self._misses.inc()
         with self._lock:
             kept = self._items.setdefault(key, made)
             self._items.move_to_end(key)
@@ -55,7 +62,8 @@ class ByteCache(Generic[T]):
         while total_bytes > self.limit_bytes and self._items:
             _, gone = self._items.popitem(last=False)
             total_bytes -= gone.nbytes
-            metrics.cache_evictions.inc()
+            self._evictions.inc()
+        self._filled.set(total_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +72,18 @@ class ByteCache(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+class _Filled:
+    """The part of a gauge that one cache accounts for; taken back when the cache goes."""
+
+    def __init__(self, name: str) -> None:
+        self._gauge = metrics.cache_bytes.labels(name)
+        self._bytes = 0
+
+    def set(self, total_bytes: int) -> None:
+        self._gauge.inc(total_bytes - self._bytes)
+        self._bytes = total_bytes
 
 
 class FewCache(Generic[V]):

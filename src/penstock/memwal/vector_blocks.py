@@ -139,7 +139,9 @@ class VectorMemory:
     """What one reader keeps of vectors between searches."""
 
     def __init__(self) -> None:
-        self.blocks: ByteCache[VectorBlock | FragmentBlock] = ByteCache(VECTOR_CACHE_BYTES)
+        self.blocks: ByteCache[VectorBlock | FragmentBlock] = ByteCache(
+            VECTOR_CACHE_BYTES, "vectors"
+        )
         self._growing: weakref.WeakKeyDictionary[MemTable, _GrowingBlocks] = (
             weakref.WeakKeyDictionary()
         )

@@ -216,10 +216,12 @@ class Reader:
 
     def __init__(self, table: BaseTable) -> None:
         self.table = table
-        self.generations: ByteCache[GenerationSource] = ByteCache(GENERATION_CACHE_BYTES)
-        self.key_indexes: ByteCache[KeyIndex] = ByteCache(KEY_INDEX_CACHE_BYTES)
-        self._settled: ByteCache[SettledFreshness] = ByteCache(SETTLED_CACHE_BYTES)
-        self._hidden: ByteCache[RowIdSet] = ByteCache(SETTLED_CACHE_BYTES)
+        self.generations: ByteCache[GenerationSource] = ByteCache(
+            GENERATION_CACHE_BYTES, "generations"
+        )
+        self.key_indexes: ByteCache[KeyIndex] = ByteCache(KEY_INDEX_CACHE_BYTES, "base keys")
+        self._settled: ByteCache[SettledFreshness] = ByteCache(SETTLED_CACHE_BYTES, "freshness")
+        self._hidden: ByteCache[RowIdSet] = ByteCache(SETTLED_CACHE_BYTES, "hidden rows")
         self._recent: weakref.WeakKeyDictionary[MemTable, RecentKeys] = weakref.WeakKeyDictionary()
         self._tails: dict[uuid.UUID, _Tail] = {}
         self._known: dict[uuid.UUID, RegionManifest] = {}
