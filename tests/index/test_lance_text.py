@@ -165,12 +165,12 @@ def test_blocks_of_any_width_decode(
     documents = np.cumsum(steps).tolist()
     frequencies = rng.integers(0, 2 ** rng.integers(0, frequency_bits + 1, length)).tolist()
     stored = posting_list(documents, frequencies)
-    read, counts = decode_postings(Blobs(stored), length, "t")
+    ((read, counts),) = decode_postings(Blobs(stored), [length], "t")
     assert read.tolist() == documents
     assert counts.tolist() == frequencies
     if length:
         with pytest.raises(Corruption):
-            decode_postings(Blobs(stored), length + 1, "t")
+            decode_postings(Blobs(stored), [length + 1], "t")
 
 
 # --- whole indexes ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,21 @@ def test_the_reader_finds_every_row_of_a_key_across_pages(
     expected = [rows_of[key][-1] if key in rows_of else -1 for key in asked.to_pylist()]
     assert reader.newest_many(asked).tolist() == expected
     assert reader.contains_many(asked).tolist() == [row >= 0 for row in expected]
+
+
+def test_many_threads_may_ask_one_reader(tmp_path: Path) -> None:
+    keys = pa.array(np.arange(20 * PAGE_ROWS))
+    write_pk_index(str(tmp_path), keys)
+    for _ in range(5):
+        reader = PkIndexReader(str(tmp_path), cached_pages=2)
+
+        def ask(number: int, reader: PkIndexReader = reader) -> bool:
+            if number % 4 == 0:
+                return bool(reader.keys_by_row().equals(keys))
+            return bool(reader.contains_many(keys[number * PAGE_ROWS :][:10]).all())
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(ask, range(20)))
 
 
 def test_a_sidecar_on_s3_and_one_that_is_missing(s3: Any, tmp_path: Path) -> None:

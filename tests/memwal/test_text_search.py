@@ -363,7 +363,7 @@ def test_plans_show_what_a_search_does(tmp_path: Path) -> None:
         "UnionExec",
         *["FTSExec"] * sources,
     ]
-    assert sources == 9
+    assert sources == 6  # four MemTables, all generations together, the base
     assert 'FTSExec: base_table[gen=0], query="w1 w2"' in plan
     assert "rows=3" in plan
 

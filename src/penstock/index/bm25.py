@@ -46,8 +46,10 @@ K1 = 1.2
 B = 0.75
 
 _SPARSE_FACTOR = 16
-_PLACES_LIMIT = 1 << 26
-"""Places of a phrase are marked in an array of up to so many bytes, else searched for."""
+_FIRST_PHRASES = 32
+"""For the k best rows with a phrase, so many times k of those with all its words are tried."""
+_PHRASE_ROWS = 1 << 15
+"""In so many rows at a time a phrase is looked for."""
 
 
 def idf(documents: int, document_frequency: int) -> float:
@@ -149,8 +151,12 @@ def match(
     corpus: CorpusStatistics,
     operator: Operator = "or",
     positions: Sequence[int] | None = None,
+    k: int | None = None,
 ) -> Matches:
-    """Every live row of one source that matches, ascending, scored for the corpus."""
+    """Every live row of one source that matches, ascending, scored for the corpus.
+
+    With k some may be missing, but none of the k best.
+    """
     counted = Counter(terms)
     found = {
         term: postings
@@ -161,17 +167,37 @@ def match(
         return _nothing()
     if operator == "or":
         matched = _any(source, found, counted, corpus)
-    else:
-        size = len(source.document_lengths)
-        rows = _in_all([hits.rows for hits in found.values()], size)
-        if operator == "phrase":
-            places = range(len(terms)) if positions is None else positions
-            rows = _with_phrase(rows, found, list(zip(terms, places, strict=True)), size)
-        matched = _all(source, rows, found, counted, corpus)
-    if source.live is None:
-        return matched
-    live = source.live[matched.rows]
-    return matched if live.all() else Matches(matched.rows[live], matched.scores[live])
+        if source.live is None:
+            return matched
+        live = source.live[matched.rows]
+        return matched if live.all() else Matches(matched.rows[live], matched.scores[live])
+    rows = _in_all([hits.rows for hits in found.values()], len(source.document_lengths))
+    if source.live is not None:
+        rows = rows[source.live[rows]]
+    if operator == "and":
+        return _all(source, rows, found, counted, corpus)
+    tokens = phrase(terms, positions)
+    size = len(source.document_lengths)
+    if k is None:
+        return _all(source, rows_with_phrase(rows, found, tokens, size), found, counted, corpus)
+    matched = _all(source, rows, found, counted, corpus)
+    asked = _FIRST_PHRASES * k
+    while True:
+        some = matched
+        if asked < len(matched):
+            chosen = np.sort(np.argpartition(-matched.scores, asked)[:asked])
+            some = Matches(matched.rows[chosen], matched.scores[chosen])
+        here = np.isin(some.rows, rows_with_phrase(some.rows, found, tokens, size))
+        if some is matched or np.count_nonzero(here) >= k:
+            return Matches(some.rows[here], some.scores[here])
+        asked *= _FIRST_PHRASES
+
+
+def phrase(terms: Sequence[str], positions: Sequence[int] | None) -> list[tuple[str, int]]:
+    """The terms of a phrase, each with its place from the first one's."""
+    places = range(len(terms)) if positions is None else positions
+    first = min(places, default=0)
+    return [(term, place - first) for term, place in zip(terms, places, strict=True)]
 
 
 def best_column(
@@ -286,54 +312,62 @@ def _intersection(few: Int64s, many: Int64s) -> Int64s:
     return few[shared]
 
 
-def _with_phrase(
+def rows_with_phrase(
     rows: Int64s, found: Mapping[str, Postings], tokens: Sequence[tuple[str, int]], size: int
 ) -> Int64s:
-    """The rows that have the terms at the same distances as the phrase."""
-    starts: Int64s | None = None
-    first = min(place for _, place in tokens)
-    width = 1 + max(_last_place(hits, term) for term, hits in found.items())
-    for term, place in sorted(tokens, key=lambda token: len(found[token[0]].rows)):
-        ordinals, positions = _places(found[term], rows, size)
-        positions -= place - first
-        # A phrase that would begin before the document is no match.
-        inside = positions >= 0
-        shifted = ordinals[inside] * width + positions[inside]
-        starts = shifted if starts is None else _shared(starts, shifted, len(rows) * width)
-        if not len(starts):
-            return rows[:0]
-    assert starts is not None
-    return rows[np.unique(starts // width)]
+    """Those of some rows, which have all terms, where these are as far apart as in the phrase."""
+    for term, hits in found.items():
+        if hits.positions is None or hits.bounds is None:
+            raise InvalidInput(
+                f"the postings of {term!r} have no positions, phrases need them; create the index "
+                f"with with_position=True"
+            )
+    places = {term: _find(rows, hits.rows, size) for term, hits in found.items()}
+    ordered = sorted(tokens, key=lambda token: len(found[token[0]].rows))
+    matched = [rows[:0]]
+    for begin in range(0, len(rows), _PHRASE_ROWS):
+        end = min(begin + _PHRASE_ROWS, len(rows))
+        here = np.arange(begin, end)
+        starts: Int64s | None = None
+        for term, place in ordered:
+            keys = _keys(found[term], here, places[term][here], place)
+            starts = keys if starts is None else _shared(starts, keys)
+            here = starts >> 32
+            here = here[np.flatnonzero(np.diff(here, prepend=-1))]
+            if not len(here):
+                break
+        matched.append(rows[here])
+    return np.concatenate(matched)
 
 
-def _shared(few: Int64s, many: Int64s, limit: int) -> Int64s:
-    """The values, all below the limit, of the first that the second has too; both ascending."""
-    if limit > _PLACES_LIMIT or len(few) * _SPARSE_FACTOR < len(many):
-        return _intersection(few, many)
-    has = np.zeros(limit, dtype=np.bool_)
-    has[many] = True
-    return few[has[few]]
-
-
-def _last_place(hits: Postings, term: str) -> int:
-    if hits.positions is None or hits.bounds is None:
-        raise InvalidInput(
-            f"the postings of {term!r} have no positions, phrases need them; create the index "
-            f"with with_position=True"
-        )
-    return int(hits.positions.max(initial=0))
-
-
-def _places(hits: Postings, rows: Int64s, size: int) -> tuple[Int64s, Int64s]:
-    """Where a term is in the rows: the ordinal of the row, and the position in it."""
+def _keys(hits: Postings, ordinals: Int64s, at: Int64s, place: int) -> Int64s:
+    """Where in these rows a phrase would begin, so that the term is at its place; ascending."""
     assert hits.positions is not None
     assert hits.bounds is not None
-    at = _find(rows, hits.rows, size)
     counts = hits.frequencies[at].astype(np.int64)
     before = np.cumsum(counts) - counts
-    picked = np.repeat(hits.bounds[at] - before, counts) + np.arange(int(counts.sum()))
-    ordinals = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
-    return ordinals, hits.positions[picked].astype(np.int64)
+    picked = np.repeat(hits.bounds[at] - before, counts)
+    picked += np.arange(len(picked))
+    starts = hits.positions[picked].astype(np.int64)
+    starts -= place
+    keys = np.repeat(ordinals << 32, counts)
+    keys += starts
+    # A phrase that would begin before the document is no match.
+    inside: Bools = starts >= 0
+    return keys if inside.all() else keys[inside]
+
+
+def _shared(few: Int64s, many: Int64s) -> Int64s:
+    """The values that both have; both ascending, and without equal ones."""
+    if len(many) * _SPARSE_FACTOR < len(few):
+        few, many = many, few
+    if len(few) * _SPARSE_FACTOR < len(many):
+        return _intersection(few, many)
+    # Two runs are merged, not sorted.
+    both = np.concatenate([few, many])
+    both.sort(kind="stable")
+    shared: Int64s = both[1:][both[1:] == both[:-1]]
+    return shared
 
 
 # --- the best of all ---

@@ -14,7 +14,7 @@ Invariant: the answer is exact. Grouping decides only how long it takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,12 @@ from penstock.index.text import Postings
 SHORT_ROWS = 4096
 """Lists of up to so many rows are scored whole."""
 
-_DENSE_SHARE = 8
+_DENSE_SHARE = 32
+"""A list with one of so many documents, or more, is also kept as a frequency for each document."""
 _FIRST_ROWS = 256
-_DEEP_SHARE = 3
+_GROUP_ROWS = 512
+_CHOICE = 32
+_DEEP_SHARE = 2
 _SLACK = 1.0 + 1e-6
 _CODE_LIMIT = 255
 
@@ -59,7 +62,7 @@ class RankedPostings:
         postings = self.postings
         arrays: list[npt.NDArray[Any]] = [postings.rows, postings.frequencies]
         if self.groups is not None:
-            arrays.append(self.groups.rows)
+            arrays += [self.groups.rows, self.groups.row_frequencies]
         if self._dense is not None:
             arrays.append(self._dense)
         return sum(array.nbytes for array in arrays) + 1000
@@ -73,7 +76,7 @@ class RankedPostings:
         among = self.postings.rows
         if not len(among):
             return found
-        places = np.searchsorted(among, rows)
+        places = among.searchsorted(rows)
         places[places == len(among)] = 0
         hit = among[places] == rows
         found[hit] = self.postings.frequencies[places[hit]]
@@ -85,6 +88,7 @@ class Groups:
     """Rows of a list, group by group; in a group frequencies and lengths are about the same."""
 
     rows: Int64s
+    row_frequencies: Int32s
     starts: Int64s
     frequencies: Int32s
     """The highest in each group."""
@@ -122,12 +126,20 @@ class Ranking:
         """What a row behind so many groups can score at most."""
         return float(self.bounds[groups]) if groups < len(self.bounds) else 0.0
 
-    def rows(self, groups: int) -> list[Int64s]:
-        starts = self.groups.starts
-        return [
-            self.groups.rows[int(starts[at]) : int(starts[at + 1])]
-            for at in self.order[:groups].tolist()
+    def rows(self, groups: int) -> tuple[Int64s, Int32s]:
+        """The rows of so many groups, with their frequencies."""
+        starts, known = self.groups.starts, self.groups
+        taken = self.order[:groups]
+        places = [
+            slice(first, stop)
+            for first, stop in zip(starts[taken].tolist(), starts[taken + 1].tolist(), strict=True)
         ]
+        return (
+            np.concatenate([known.rows[:0], *(known.rows[at] for at in places)]),
+            np.concatenate(
+                [known.row_frequencies[:0], *(known.row_frequencies[at] for at in places)]
+            ),
+        )
 
 
 def best_rows(
@@ -144,20 +156,23 @@ def best_rows(
     None if that is not to be had without scoring most rows.
     """
     rankings = [
-        (ranked.groups.ranked(weight, average_length))
+        ranked.groups.ranked(weight, average_length)
         for ranked, weight in lists
         if ranked.groups is not None
     ]
-    short = [ranked.postings.rows for ranked, _ in lists if ranked.groups is None]
     taken = [ranking.first(max(4 * k, _FIRST_ROWS)) for ranking in rankings]
     rest = 0.0
     found = _nothing()
     for attempt in range(2):
-        parts = [
-            part for ranking, n in zip(rankings, taken, strict=True) for part in ranking.rows(n)
-        ]
-        rows = np.concatenate([np.empty(0, np.int64), *short, *parts])
-        found = _scored(lists, rows, lengths, live, average_length, k, require_all)
+        left = iter(zip(rankings, taken, strict=True))
+        parts: list[tuple[Int64s, Int32s]] = []
+        for ranked, _ in lists:
+            if ranked.groups is None:
+                parts.append((ranked.postings.rows, ranked.postings.frequencies))
+            else:
+                ranking, groups = next(left)
+                parts.append(ranking.rows(groups))
+        found = _scored(lists, parts, lengths, live, average_length, k, require_all)
         threshold = float(found.scores[k - 1]) if len(found) >= k else -math.inf
         rest = sum(ranking.level(n) for ranking, n in zip(rankings, taken, strict=True))
         if rest == 0.0 or rest * _SLACK <= threshold:
@@ -170,6 +185,28 @@ def best_rows(
         ):
             return None
     return None
+
+
+def best_chosen_rows(
+    lists: Sequence[tuple[RankedPostings, float]],
+    lengths: Int32s,
+    live: Bools | None,
+    average_length: float,
+    k: int,
+    choose: Callable[[Int64s], Int64s],
+) -> Matches | None:
+    """The k best live rows that have all of the terms and are chosen, which is asked of few.
+
+    None if it would have to be asked of more.
+    """
+    want = _CHOICE * k
+    found = best_rows(lists, lengths, live, average_length, want, require_all=True)
+    if found is None:
+        return None
+    chosen = np.isin(found.rows, choose(np.sort(found.rows)))
+    if len(found) == want and np.count_nonzero(chosen) < k:
+        return None
+    return Matches(found.rows[chosen][:k], found.scores[chosen][:k])
 
 
 def _deeper(rankings: Sequence[Ranking], threshold: float) -> list[int]:
@@ -194,25 +231,38 @@ def _deeper(rankings: Sequence[Ranking], threshold: float) -> list[int]:
 
 def _scored(
     lists: Sequence[tuple[RankedPostings, float]],
-    rows: Int64s,
+    parts: Sequence[tuple[Int64s, Int32s]],
     lengths: Int32s,
     live: Bools | None,
     average_length: float,
     k: int,
     require_all: bool,
 ) -> Matches:
-    """The k best of some rows, which may be there more than once."""
+    """The k best of some rows of each list, with their frequencies in it."""
     if live is not None:
-        rows = rows[live[rows]]
+        masks = [live[rows] for rows, _ in parts]
+        parts = [
+            (rows[mask], frequencies[mask])
+            for (rows, frequencies), mask in zip(parts, masks, strict=True)
+        ]
+    rows = np.concatenate([part for part, _ in parts])
+    ends = np.cumsum([len(part) for part, _ in parts]).tolist()
     sizes = lengths[rows]
     scores = np.zeros(len(rows), dtype=np.float32)
-    for ranked, weight in lists:
-        frequencies = ranked.frequencies_of(rows)
-        if require_all and not frequencies.all():
-            has = np.flatnonzero(frequencies)
-            rows, sizes, scores, frequencies = rows[has], sizes[has], scores[has], frequencies[has]
+    for (ranked, weight), (_, own), end in zip(lists, parts, ends, strict=True):
+        if require_all:
+            frequencies = ranked.frequencies_of(rows)
+            if not frequencies.all():
+                has = np.flatnonzero(frequencies)
+                rows, sizes, scores = rows[has], sizes[has], scores[has]
+                frequencies = frequencies[has]
+        else:
+            before, behind = rows[: end - len(own)], rows[end:]
+            frequencies = np.concatenate(
+                [ranked.frequencies_of(before), own, ranked.frequencies_of(behind)]
+            )
         scores += score(frequencies, sizes, weight, average_length)
-    most = k * len(lists)  # a row can be there once for each list
+    most = k * len(lists)  # a row can be there once for each list, with one score
     if len(rows) > most:
         best = np.argpartition(scores, len(scores) - most)[len(scores) - most :]
         rows, scores = rows[best], scores[best]
@@ -236,10 +286,15 @@ def _grouped(rows: Int64s, frequencies: Int32s, lengths: Int32s) -> Groups:
         codes |= np.clip(steps, 0, _CODE_LIMIT).astype(np.uint16)
     order = np.argsort(codes, kind="stable")  # a radix sort, for so short numbers
     codes = codes[order]
-    starts = np.flatnonzero(np.concatenate([[True], codes[1:] != codes[:-1]]))
+    changes = np.concatenate([[True], codes[1:] != codes[:-1]])
+    # A large group is several, so that not all of it has to be taken.
+    changes[::_GROUP_ROWS] = True
+    starts = np.flatnonzero(changes)
+    frequencies = frequencies[order]
     return Groups(
         rows[order],
+        frequencies,
         np.append(starts, len(rows)),
-        np.maximum.reduceat(frequencies[order], starts),
+        np.maximum.reduceat(frequencies, starts),
         np.minimum.reduceat(lengths[order], starts),
     )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.errors import InvalidInput
 from penstock.index.bloom import pk_hashes
 
 RowIds = npt.NDArray[np.uint64]
@@ -28,6 +29,7 @@ class KeyIndex:
         self._sorted = marks[order]
         self._order = order if self._keys is not None else None
         self._row_ids = row_ids[order]
+        self._by_row: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self._row_ids)
@@ -36,7 +38,21 @@ class KeyIndex:
     def nbytes(self) -> int:
         kept = 0 if self._keys is None else int(self._keys.nbytes)
         order = 0 if self._order is None else self._order.nbytes
-        return self._sorted.nbytes + self._row_ids.nbytes + kept + order
+        by_row = 0 if self._by_row is None else self._by_row.nbytes
+        return self._sorted.nbytes + self._row_ids.nbytes + kept + order + by_row
+
+    def keys_of(self, row_ids: RowIds) -> pa.Array:
+        """The keys of rows by row id; each of them must be there."""
+        if self._by_row is None:
+            self._by_row = np.argsort(self._row_ids)
+        places = np.searchsorted(self._row_ids, row_ids, sorter=self._by_row)
+        places = self._by_row[np.minimum(places, len(self._by_row) - 1)]
+        if not np.array_equal(self._row_ids[places], row_ids):
+            raise InvalidInput(f"not all of {len(row_ids)} row ids are in the key index")
+        if self._keys is None:
+            return pa.array(self._sorted[places], self._type)
+        assert self._order is not None
+        return self._keys.take(pa.array(self._order[places]))
 
     def find(self, keys: pa.Array) -> RowIds:
         """The row id of each key, or `NOT_FOUND`."""

@@ -14,11 +14,15 @@ Invariants
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.errors import Corruption
+from penstock.index.text_block import ranges
 
 Bytes = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
@@ -28,6 +32,7 @@ UInt32s = npt.NDArray[np.uint32]
 BLOCK_ROWS = 128
 
 _LANES = 4
+_FEW_GROUPS = 128
 
 
 class Blobs:
@@ -42,31 +47,41 @@ class Blobs:
         self.offsets = self.offsets - self.offsets[0]
 
 
-def decode_postings(blocks: Blobs, length: int, name: str) -> tuple[UInt32s, Int32s]:
-    full, rest = divmod(length, BLOCK_ROWS)
-    if len(blocks.offsets) - 1 != full + (rest > 0):
-        raise Corruption(f"{name} has {len(blocks.offsets) - 1} blocks for {length} documents")
-    documents = np.empty(length, dtype=np.uint32)
-    frequencies = np.empty(length, dtype=np.uint32)
-    if full:
-        starts, data = blocks.offsets[:full], blocks.data
-        width_at = starts + 8
-        first = _words(data, starts + 4, 1).reshape(full, 1)
-        deltas, frequencies_at = _unpack(data, width_at, name)
-        values, end = _unpack(data, frequencies_at, name)
-        if not np.array_equal(end, blocks.offsets[1 : full + 1]):
+def decode_postings(
+    blocks: Blobs, lengths: Sequence[int], name: str
+) -> list[tuple[UInt32s, Int32s]]:
+    """The documents and frequencies of lists of these lengths, whose blocks follow each other."""
+    counts = [divmod(length, BLOCK_ROWS) for length in lengths]
+    ends = np.cumsum([full + (rest > 0) for full, rest in counts], dtype=np.int64).tolist()
+    if len(blocks.offsets) - 1 != ends[-1]:
+        raise Corruption(f"{name} has {len(blocks.offsets) - 1} blocks for {lengths} documents")
+    whole = np.ones(ends[-1], dtype=np.bool_)
+    whole[[end - 1 for end, (_, rest) in zip(ends, counts, strict=True) if rest]] = False
+    blocks_at = np.flatnonzero(whole)
+    documents = frequencies = np.zeros((0, BLOCK_ROWS), dtype=np.uint32)
+    if len(blocks_at):
+        starts, data = blocks.offsets[blocks_at], blocks.data
+        first = _words(data, starts + 4, 1).reshape(len(starts), 1)
+        deltas, frequencies_at = _unpack(data, starts + 8, name)
+        frequencies, stops = _unpack(data, frequencies_at, name)
+        if not np.array_equal(stops, blocks.offsets[blocks_at + 1]):
             raise Corruption(f"{name} has blocks of a wrong size; rebuild the index")
-        documents[: full * BLOCK_ROWS] = (
-            np.cumsum(deltas, axis=1, dtype=np.uint32) + first
-        ).ravel()
-        frequencies[: full * BLOCK_ROWS] = values.ravel()
-    if rest:
-        tail = _varints(blocks.data[int(blocks.offsets[full]) + 4 :])
-        if len(tail) != 2 * rest:
-            raise Corruption(f"{name} has a last block of a wrong size; rebuild the index")
-        documents[full * BLOCK_ROWS :] = np.cumsum(tail[:rest], dtype=np.uint32)
-        frequencies[full * BLOCK_ROWS :] = tail[rest:]
-    return documents, frequencies.astype(np.int32)
+        documents = np.cumsum(deltas, axis=1, dtype=np.uint32) + first
+    found: list[tuple[UInt32s, Int32s]] = []
+    done = 0
+    for end, (full, rest) in zip(ends, counts, strict=True):
+        here = documents[done : done + full].ravel()
+        often = frequencies[done : done + full].ravel()
+        done += full
+        if rest:
+            last = blocks.data[int(blocks.offsets[end - 1]) + 4 : int(blocks.offsets[end])]
+            tail = _varints(last)
+            if len(tail) != 2 * rest:
+                raise Corruption(f"{name} has a last block of a wrong size; rebuild the index")
+            here = np.concatenate([here, np.cumsum(tail[:rest], dtype=np.uint32)])
+            often = np.concatenate([often, tail[rest:]])
+        found.append((here, often.astype(np.int32)))
+    return found
 
 
 def decode_positions(data: Bytes, starts: UInt32s, frequencies: Int32s, name: str) -> Int32s:
@@ -86,12 +101,12 @@ def decode_positions(data: Bytes, starts: UInt32s, frequencies: Int32s, name: st
         into = block_first[turning] + turn * BLOCK_ROWS
         deltas[into[:, None] + np.arange(BLOCK_ROWS)] = values
     ends = np.append(starts[1:].astype(np.int64), len(data))
-    tail_bytes = data[_ranges(at, ends - at)]
+    tail_bytes = data[ranges(at, ends - at)]
     tails = _varints(tail_bytes)
     rests = counts - full * BLOCK_ROWS
     if len(tails) != int(rests.sum()):
         raise Corruption(f"{name} has {len(tails)} positions too many or few; rebuild the index")
-    deltas[_ranges(block_first + full * BLOCK_ROWS, rests)] = tails
+    deltas[ranges(block_first + full * BLOCK_ROWS, rests)] = tails
     running = np.cumsum(deltas, dtype=np.int64)
     before = running[firsts[:-1]] - deltas[firsts[:-1]]
     positions: Int32s = (running - np.repeat(before, frequencies)).astype(np.int32)
@@ -116,17 +131,44 @@ def _unpack(data: Bytes, width_at: Int64s, name: str) -> tuple[UInt32s, Int64s]:
             continue
         same = np.flatnonzero(widths == width)
         words = _words(data, width_at[same] + 1, width * _LANES)
-        words = np.ascontiguousarray(words.reshape(len(same), width, _LANES).swapaxes(0, 1))
-        mask = np.uint32((1 << width) - 1)
-        values = np.empty((BLOCK_ROWS // _LANES, len(same), _LANES), dtype=np.uint32)
-        for slot in range(BLOCK_ROWS // _LANES):
-            word, shift = divmod(slot * width, 32)
-            value = np.right_shift(words[word], np.uint32(shift), out=values[slot])
-            if shift + width > 32:
-                value |= words[word + 1] << np.uint32(32 - shift)
-            value &= mask
-        unpacked[same] = values.swapaxes(0, 1)
+        words = words.reshape(len(same), width, _LANES)
+        unpacked[same] = (_few if len(same) <= _FEW_GROUPS else _many)(words, width)
     return unpacked.reshape(groups, BLOCK_ROWS), ends
+
+
+def _few(words: UInt32s, width: int) -> UInt32s:
+    """The values of some groups of one width; few calls."""
+    at, shifts, crossing = _slots(width)
+    values = words[:, at]
+    values >>= shifts
+    if len(crossing):
+        rest = np.uint32(32) - shifts[crossing]
+        values[:, crossing] |= words[:, at[crossing] + 1] << rest
+    values &= np.uint32((1 << width) - 1)
+    return values
+
+
+def _many(words: UInt32s, width: int) -> UInt32s:
+    """The same, with little memory touched at a time."""
+    words = np.ascontiguousarray(words.swapaxes(0, 1))
+    mask = np.uint32((1 << width) - 1)
+    values = np.empty((BLOCK_ROWS // _LANES, words.shape[1], _LANES), dtype=np.uint32)
+    for slot in range(BLOCK_ROWS // _LANES):
+        word, shift = divmod(slot * width, 32)
+        value = np.right_shift(words[word], np.uint32(shift), out=values[slot])
+        if shift + width > 32:
+            value |= words[word + 1] << np.uint32(32 - shift)
+        value &= mask
+    return values.swapaxes(0, 1)
+
+
+@functools.cache
+def _slots(width: int) -> tuple[Int64s, UInt32s, Int64s]:
+    """Of each value of a lane its word and shift; and which values go on in the next word."""
+    bits = np.arange(BLOCK_ROWS // _LANES) * width
+    shifts = bits & 31
+    crossing = np.flatnonzero(shifts + width > 32)
+    return bits >> 5, shifts.astype(np.uint32)[:, None], crossing
 
 
 def _words(data: Bytes, starts: Int64s, count: int) -> UInt32s:
@@ -146,9 +188,3 @@ def _varints(data: Bytes) -> UInt32s:
     shifts = 7 * (np.arange(int(last[-1]) + 1) - np.repeat(starts, sizes))
     parts = (data[: int(last[-1]) + 1] & 0x7F).astype(np.uint64) << shifts.astype(np.uint64)
     return np.add.reduceat(parts, starts).astype(np.uint32)
-
-
-def _ranges(starts: Int64s, counts: Int64s) -> Int64s:
-    """starts[0], starts[0]+1, ... counts[0] of them, then those of starts[1], and so on."""
-    offsets = np.cumsum(counts) - counts
-    return np.repeat(starts - offsets, counts) + np.arange(int(counts.sum()))

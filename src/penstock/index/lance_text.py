@@ -115,7 +115,7 @@ class LanceTextIndex:
                     f"optimize_indices brings them in"
                 )
             directory = f"{dataset.uri.rstrip('/')}/_indices/{segment.uuid}"
-            metadata = _metadata(_open(f"{directory}/metadata.lance", storage_options, None))
+            metadata = _File(f"{directory}/metadata.lance", storage_options, None).metadata()
             params = json.loads(metadata.get("params", "{}"))
             _check_readable(directory, metadata, bool(params.get("with_position")))
             partitions = []
@@ -170,19 +170,29 @@ class LanceTextIndex:
                 f"index {self.name!r} keeps no positions, phrases need them; "
                 f"create it with with_position=True"
             )
-        key = (term, positions)
+        (found,) = self.postings_of([term], positions=positions)
+        return found
+
+    def postings_of(self, terms: Sequence[str], *, positions: bool = False) -> list[Postings]:
+        """The postings of each term; what is not kept is read in one go."""
+        found = {term: self._recall(term, positions) for term in terms}
+        missing = [term for term, known in found.items() if known is None]
+        if missing:
+            parts = [part.postings(missing, positions) for part in self._partitions]
+            for at, term in enumerate(missing):
+                found[term] = decoded = _joined([part[at] for part in parts], positions)
+                with self._lock:
+                    self._remember((term, positions), decoded)
+        return [known for term in terms if (known := found[term]) is not None]
+
+    def _recall(self, term: str, positions: bool) -> Postings | None:
         with self._lock:
-            if not positions and key not in self._cache:
-                key = (term, True)
-            found = self._cache.get(key)
-            if found is not None:
-                self._cache.move_to_end(key)
-                return found
-        key = (term, positions)
-        decoded = _joined([part.postings(term, positions) for part in self._partitions], positions)
-        with self._lock:
-            self._remember(key, decoded)
-        return decoded
+            for key in ((term, positions), (term, True)):
+                found = self._cache.get(key)
+                if found is not None:
+                    self._cache.move_to_end(key)
+                    return found
+        return None
 
     def row_ids(self, rows: Int64s | None = None) -> UInt64s:
         """The Lance row ids of rows, or of all."""
@@ -286,24 +296,24 @@ class _Partition:
 
     def __init__(self, prefix: str, options: dict[str, str] | None, first_row: int) -> None:
         self._prefix, self._options = prefix, options
-        self._readers: dict[str, LanceFileReader] = {}
+        self._files: dict[str, _File] = {}
         self._terms: Fst | None = None
-        docs = self._reader("docs", None)
-        metadata = _metadata(docs)
+        docs = self._file("docs", None)
+        metadata = docs.metadata()
         if "total_tokens" not in metadata:
             raise InvalidInput(
                 f"{prefix}_docs.lance is of an older index format; rebuild the index"
             )
         self.tokens = int(metadata["total_tokens"])
         self.first_row = first_row
-        self.stop_row: int = first_row + docs.num_rows()
+        self.stop_row: int = first_row + len(docs)
 
     @property
     def nbytes(self) -> int:
         return 0 if self._terms is None else self._terms.nbytes
 
     def documents(self) -> tuple[UInt64s, Int32s]:
-        table = _read(self._reader("docs", None), f"{self._prefix}_docs.lance", None)
+        table = self._file("docs", None).read()
         lengths = np.asarray(table.column("_num_tokens").combine_chunks())
         return np.asarray(table.column("_rowid").combine_chunks()), lengths.astype(np.int32)
 
@@ -311,46 +321,52 @@ class _Partition:
         token = self._token(term)
         if token is None:
             return 0
-        return int(self._row(token, ["_length"]).column("_length")[0].as_py())
+        return int(self._rows([token], ["_length"]).column("_length")[0].as_py())
 
-    def postings(self, term: str, positions: bool) -> Postings | None:
-        token = self._token(term)
-        if token is None:
-            return None
-        name = f"{self._prefix}_invert.lance, term {term!r}"
-        stored = self._row(token, _POSITIONS if positions else _POSTING)
+    def postings(self, terms: Sequence[str], positions: bool) -> list[Postings | None]:
+        tokens = [self._token(term) for term in terms]
+        wanted = sorted({token for token in tokens if token is not None})
+        if not wanted:
+            return [None] * len(terms)
+        stored = self._rows(wanted, _POSITIONS if positions else _POSTING)
+        name = f"{self._prefix}_invert.lance, terms {', '.join(map(repr, terms))}"
+        lengths = stored.column("_length").to_pylist()
         blocks = Blobs(stored.column("_posting").combine_chunks().flatten())
-        length = int(stored.column("_length")[0].as_py())
-        documents, frequencies = decode_postings(blocks, length, name)
-        if len(documents) and int(documents.max()) >= self.stop_row - self.first_row:
-            raise Corruption(f"{name} names a document that is not there; rebuild the index")
-        rows = documents.astype(np.int64) + self.first_row
-        if not positions:
-            return Postings(rows, frequencies)
-        stream = Blobs(stored.column("_compressed_position").combine_chunks())
-        starts = stored.column("_position_block_offset").combine_chunks().flatten()
-        places = decode_positions(stream.data, np.asarray(starts), frequencies, name)
-        return Postings(rows, frequencies, places)
+        found: dict[int | None, Postings] = {}
+        for at, (documents, frequencies) in enumerate(decode_postings(blocks, lengths, name)):
+            if len(documents) and int(documents.max()) >= self.stop_row - self.first_row:
+                raise Corruption(f"{name} names a document that is not there; rebuild the index")
+            rows = documents.astype(np.int64)
+            rows += self.first_row
+            places = None
+            if positions:
+                stream = Blobs(stored.column("_compressed_position").slice(at, 1).combine_chunks())
+                starts = stored.column("_position_block_offset")[at].values
+                places = decode_positions(stream.data, np.asarray(starts), frequencies, name)
+            found[wanted[at]] = Postings(rows, frequencies, places)
+        return [found.get(token) for token in tokens]
 
     def _token(self, term: str) -> int | None:
         if self._terms is None:
             path = f"{self._prefix}_tokens.lance"
-            table = _read(self._reader("tokens", None), path, None)
+            table = self._file("tokens", None).read()
             self._terms = Fst(table.column("_token_fst_bytes")[0].as_py(), path)
         return self._terms.get(term.encode())
 
-    def _row(self, token: int, columns: list[str]) -> pa.Table:
-        return _read(self._reader("invert", columns), f"{self._prefix}_invert.lance", [token])
+    def _rows(self, tokens: list[int], columns: list[str]) -> pa.Table:
+        return self._file("invert", columns).read(tokens)
 
-    def _reader(self, file: str, columns: list[str] | None) -> LanceFileReader:
+    def _file(self, file: str, columns: list[str] | None) -> _File:
         key = f"{file}{columns}"
-        if key not in self._readers:
-            self._readers[key] = _open(f"{self._prefix}_{file}.lance", self._options, columns)
-        return self._readers[key]
+        if key not in self._files:
+            self._files[key] = _File(f"{self._prefix}_{file}.lance", self._options, columns)
+        return self._files[key]
 
 
 def _joined(parts: Sequence[Postings | None], with_positions: bool) -> Postings:
     found = [part for part in parts if part is not None]
+    if len(found) == 1 and not with_positions:
+        return found[0]
     rows = np.concatenate([np.zeros(0, np.int64), *(part.rows for part in found)])
     frequencies = np.concatenate([np.zeros(0, np.int32), *(part.frequencies for part in found)])
     if not with_positions:
@@ -387,19 +403,37 @@ def _last_of_each(ids: UInt64s, present: UInt64s) -> Bools:
 # --- files ---
 
 
-def _open(path: str, options: dict[str, str] | None, columns: list[str] | None) -> LanceFileReader:
-    try:
-        return LanceFileReader(path, storage_options=options or None, columns=columns)
-    except (OSError, ValueError) as error:
-        raise _explained(error, path) from error
+class _File:
+    """An open file. Lance begins one read of it at a time; a second caller would get an error."""
 
+    def __init__(
+        self, path: str, options: dict[str, str] | None, columns: list[str] | None
+    ) -> None:
+        self.path = path
+        self._beginning = threading.Lock()
+        try:
+            self._reader = LanceFileReader(path, storage_options=options or None, columns=columns)
+        except (OSError, ValueError) as error:
+            raise _explained(error, path) from error
 
-def _read(reader: LanceFileReader, path: str, rows: list[int] | None) -> pa.Table:
-    try:
-        results = reader.read_all(batch_size=1 << 20) if rows is None else reader.take_rows(rows)
-        return results.to_table()
-    except (OSError, ValueError) as error:
-        raise _explained(error, path) from error
+    def __len__(self) -> int:
+        return int(self._reader.num_rows())
+
+    def metadata(self) -> dict[str, str]:
+        stored = self._reader.metadata().schema.metadata or {}
+        return {key.decode(): value.decode() for key, value in stored.items()}
+
+    def read(self, rows: list[int] | None = None) -> pa.Table:
+        """Rows by number, or all."""
+        try:
+            with self._beginning:
+                if rows is None:
+                    begun = self._reader.read_all(batch_size=1 << 20)
+                else:
+                    begun = self._reader.take_rows(rows)
+            return begun.to_table()
+        except (OSError, ValueError) as error:
+            raise _explained(error, self.path) from error
 
 
 def _explained(error: Exception, path: str) -> Exception:
@@ -408,11 +442,6 @@ def _explained(error: Exception, path: str) -> Exception:
     if isinstance(error, ValueError):
         return Corruption(f"{path} cannot be read as an index file: {error}; rebuild the index")
     return StorageError(f"{path} could not be read: {error}")
-
-
-def _metadata(reader: LanceFileReader) -> dict[str, str]:
-    stored = reader.metadata().schema.metadata or {}
-    return {key.decode(): value.decode() for key, value in stored.items()}
 
 
 def _check_readable(directory: str, metadata: dict[str, str], with_positions: bool) -> None:

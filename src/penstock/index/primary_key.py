@@ -370,6 +370,8 @@ class PkIndexReader:
         self._cached_pages = cached_pages
         self._pages: OrderedDict[int, tuple[pa.Array, npt.NDArray[np.int64]]] = OrderedDict()
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        """Lance's reader begins one read at a time; a second caller would get an error."""
 
     def lookup(self, key: Any) -> npt.NDArray[np.int64]:
         """Every row with the key, oldest first."""
@@ -426,7 +428,9 @@ class PkIndexReader:
 
     def keys_by_row(self) -> pa.Array:
         """The key of every row, in row order."""
-        everything = self._data.read_all(batch_size=self.num_rows or 1).to_table()
+        with self._reading:
+            begun = self._data.read_all(batch_size=self.num_rows or 1)
+        everything = begun.to_table()
         keys = one_chunk(everything.column("values"))
         rows = everything.column("ids").to_numpy().astype(np.int64)
         self._keep_pages(keys, rows)
@@ -465,7 +469,9 @@ class PkIndexReader:
                 return cached
         start = page * self._page_rows
         count = min(self._page_rows, self.num_rows - start)
-        table = self._data.read_range(start, count, batch_size=count).to_table()
+        with self._reading:
+            begun = self._data.read_range(start, count, batch_size=count)
+        table = begun.to_table()
         values = one_chunk(table.column("values"))
         loaded = (values, table.column("ids").to_numpy().astype(np.int64))
         with self._lock:

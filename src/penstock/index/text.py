@@ -322,13 +322,13 @@ class TextIndex:
         """
         positions = positions and self._with_positions
         known = self.analyzer.term_id(term)
-        term_id = np.int32(-1 if known is None else known)
+        ends = np.array([-1, -1] if known is None else [known, known + 1], dtype=np.int32)
         limit = len(self._lengths) if visible_rows is None else visible_rows
-        rows, frequencies, places = [], [], []
+        rows, frequencies, places = [np.empty(0, np.int64)], [np.empty(0, np.int32)], []
         for run in self._runs:
-            start = int(np.searchsorted(run.terms, term_id, side="left"))
-            stop = int(np.searchsorted(run.terms, term_id, side="right"))
-            stop = start + int(np.searchsorted(run.rows[start:stop], limit))
+            start, stop = run.terms.searchsorted(ends).tolist()
+            if stop > start and run.rows[stop - 1] >= limit:
+                stop = start + int(run.rows[start:stop].searchsorted(limit))
             if start == stop:
                 continue
             rows.append(run.rows[start:stop])
@@ -337,16 +337,11 @@ class TextIndex:
                 first = int(run.frequencies[:start].sum(dtype=np.int64))
                 last = first + int(run.frequencies[start:stop].sum(dtype=np.int64))
                 places.append(run.positions[first:last])
-        joined = np.concatenate(frequencies) if frequencies else np.empty(0, dtype=np.int32)
-        bounds = None
-        if positions:
-            bounds = np.concatenate([[0], np.cumsum(joined, dtype=np.int64)])
-        return Postings(
-            np.concatenate(rows) if rows else np.empty(0, dtype=np.int64),
-            joined,
-            _concatenated(places) if positions else None,
-            bounds,
-        )
+        joined = np.concatenate(frequencies)
+        if not positions:
+            return Postings(np.concatenate(rows), joined)
+        bounds = np.concatenate([[0], np.cumsum(joined, dtype=np.int64)])
+        return Postings(np.concatenate(rows), joined, _concatenated(places), bounds)
 
 
 def _sorted_postings(encoded: EncodedText, with_positions: bool) -> TextDelta:

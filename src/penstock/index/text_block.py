@@ -101,20 +101,13 @@ class BlockBuilder:
     def block(self) -> TextBlock:
         runs = self._runs or [_nothing()]
         run = runs[0] if len(runs) == 1 else merge_runs(runs)
-        changes = np.concatenate([[True], run.terms[1:] != run.terms[:-1]])
-        starts = np.flatnonzero(changes[: len(run.terms)])
-        place_starts = None
-        if run.positions is not None:
-            place_starts = np.concatenate([[0], np.cumsum(run.frequencies, dtype=np.int64)])[starts]
-        return TextBlock(
+        return _directory(
             self._index.analyzer,
             self._lengths,
-            run.terms[starts],
-            np.append(starts, len(run.terms)),
+            run.terms,
             run.rows,  # type: ignore[arg-type]  # 32 bits, see `add`
             run.frequencies,
             run.positions,
-            place_starts,
         )
 
 
@@ -133,6 +126,92 @@ def build_block(
         if limit_bytes is not None and builder.nbytes > limit_bytes:
             return None
     return builder.block()
+
+
+def merge_blocks(blocks: Sequence[TextBlock]) -> TextBlock:
+    """One block with the rows of several, of one analyzer, one after the other."""
+    firsts = np.cumsum([0, *(len(block.lengths) for block in blocks)])
+    rows = np.concatenate(
+        [block.rows + np.int32(first) for block, first in zip(blocks, firsts, strict=False)]
+    )
+    frequencies = np.concatenate([block.frequencies for block in blocks])
+    counts = np.concatenate([np.diff(block.starts) for block in blocks])
+    terms = np.concatenate([block.terms for block in blocks])
+    order = np.argsort(terms, kind="stable")
+    terms = terms[order]
+    picked = ranges((np.cumsum(counts) - counts)[order], counts[order])
+    changes = np.flatnonzero(np.concatenate([[True], terms[1:] != terms[:-1]])[: len(terms)])
+    starts = np.append(np.cumsum(counts[order]) - counts[order], len(rows))
+    positions = place_starts = None
+    stored = [block.positions for block in blocks if block.positions is not None]
+    if stored:
+        positions = np.concatenate(stored)
+        sizes = np.add.reduceat(
+            np.append(frequencies, 0).astype(np.int64), np.cumsum(counts) - counts
+        )[: len(counts)]
+        places = ranges((np.cumsum(sizes) - sizes)[order], sizes[order])
+        positions = positions[places]
+        place_starts = (np.cumsum(sizes[order]) - sizes[order])[changes]
+    return TextBlock(
+        blocks[0].analyzer,
+        np.concatenate([block.lengths for block in blocks]),
+        terms[changes],
+        np.append(starts[changes], len(rows)),
+        rows[picked],
+        frequencies[picked],
+        positions,
+        place_starts,
+    )
+
+
+def block_of_rows(block: TextBlock, kept: npt.NDArray[np.bool_]) -> TextBlock:
+    """The postings of some of the rows, which are then counted anew."""
+    here = kept[block.rows]
+    numbers = (np.cumsum(kept) - 1).astype(np.int32)
+    terms = np.repeat(block.terms, np.diff(block.starts))[here]
+    positions = block.positions
+    if positions is not None:
+        positions = positions[np.repeat(here, block.frequencies)]
+    return _directory(
+        block.analyzer,
+        block.lengths[kept],
+        terms,
+        numbers[block.rows[here]],
+        block.frequencies[here],
+        positions,
+    )
+
+
+def ranges(starts: Int64s, counts: Int64s) -> Int64s:
+    """starts[0], starts[0]+1, ... counts[0] of them, then those of starts[1], and so on."""
+    offsets = np.cumsum(counts) - counts
+    return np.repeat(starts - offsets, counts) + np.arange(int(counts.sum()))
+
+
+def _directory(
+    analyzer: TextAnalyzer,
+    lengths: Int32s,
+    terms: Int32s,
+    rows: Int32s,
+    frequencies: Int32s,
+    positions: Int32s | None,
+) -> TextBlock:
+    """A block of postings that are sorted by term."""
+    changes = np.concatenate([[True], terms[1:] != terms[:-1]])
+    starts = np.flatnonzero(changes[: len(terms)])
+    place_starts = None
+    if positions is not None:
+        place_starts = np.concatenate([[0], np.cumsum(frequencies, dtype=np.int64)])[starts]
+    return TextBlock(
+        analyzer,
+        lengths,
+        terms[starts],
+        np.append(starts, len(terms)),
+        rows,
+        frequencies,
+        positions,
+        place_starts,
+    )
 
 
 def _nothing() -> TextDelta:

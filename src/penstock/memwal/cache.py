@@ -27,7 +27,7 @@ class ByteCache(Generic[T]):
     is that of its metrics, which it shares with the same cache of other tables.
     """
 
-    def __init__(self, limit_bytes: int, name: str = "other") -> None:
+    def __init__(self, limit_bytes: int, name: str) -> None:
         self.limit_bytes = limit_bytes
         self._hits = metrics.cache_hits.labels(name)
         self._misses = metrics.cache_misses.labels(name)

@@ -137,11 +137,19 @@ class SortExec(Node[Chunk]):
         return [pa.concat_arrays(arrays).take(back) for arrays in parts]
 
 
+def only_the_key(view: View, columns: Sequence[str]) -> bool:
+    """Whether nothing is wanted of a base row that the keys in memory do not have."""
+    return len(columns) == 1 and tuple(columns) == view.shape.key_columns
+
+
 def taken(
     view: View, source: FreshSource | None, rows: Numbers, columns: Sequence[str]
 ) -> pa.Table:
     """These columns of rows of one source, in the order given; there may be others beside them."""
-    if source is None:
+    index = view.key_index if source is None and only_the_key(view, columns) else None
+    if index is not None:
+        table = pa.table({columns[0]: index.keys_of(rows)})
+    elif source is None:
         table = view.base.dataset._take_rows(rows.tolist(), columns=list(columns))
     elif isinstance(source, GenerationSource):
         table = source.take(rows.astype(np.int64), view.shape, columns)

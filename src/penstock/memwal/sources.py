@@ -104,11 +104,11 @@ class GenerationSource:
     @property
     def dataset(self) -> lance.LanceDataset:
         if self._dataset is None:
-            self._dataset = self._guarded(
-                lambda: lance.dataset(self.uri, storage_options=self._options)
-            )
-            fields = self._dataset.lance_schema.fields()
+            dataset = self._guarded(lambda: lance.dataset(self.uri, storage_options=self._options))
+            fields = dataset.lance_schema.fields()
+            # Whoever sees the dataset, on whatever thread, sees these too.
             self._ids = {field.name(): field.id() for field in fields}
+            self._dataset = dataset
         return self._dataset
 
     @property

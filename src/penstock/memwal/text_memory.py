@@ -33,7 +33,8 @@ from penstock.index.text import VOCABULARY_LIMIT, TextAnalyzer, TextIndex
 from penstock.index.text_block import build_block
 from penstock.memwal.cache import ByteCache, FewCache
 from penstock.memwal.memtable import MemTable
-from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource
+from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
+from penstock.memwal.text_group import GroupText, Placed, TextGroups
 from penstock.memwal.text_parts import (
     BlockText,
     GrowingText,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from penstock.memwal.view import Reader, View
 
 TEXT_CACHE_BYTES = 256 << 20
-"""Tokenised generations and fragments."""
+"""Tokenised generations and fragments, once for those by themselves and once for groups."""
 INDEX_CACHE_BYTES = 1024 << 20
 """Indexes of the base and of generations, with the postings read from them."""
 COUNTED_CACHE_BYTES = 128 << 20
@@ -90,10 +91,13 @@ class TextMemory:
     """One for each reader. Safe for many threads."""
 
     def __init__(self) -> None:
-        self._blocks: ByteCache[BlockText] = ByteCache(TEXT_CACHE_BYTES)
-        self._columns: ByteCache[TextColumn] = ByteCache(INDEX_CACHE_BYTES)
-        self._large: ByteCache[IndexedText | StreamedText] = ByteCache(INDEX_CACHE_BYTES)
-        self._described: FewCache[dict[str, tuple[str, tuple[str, ...]]]] = FewCache(_KNOWN)
+        self._blocks: ByteCache[BlockText] = ByteCache(TEXT_CACHE_BYTES, "texts")
+        self._groups = TextGroups(TEXT_CACHE_BYTES)
+        self._columns: ByteCache[TextColumn] = ByteCache(INDEX_CACHE_BYTES, "text indexes")
+        self._large: ByteCache[IndexedText | StreamedText] = ByteCache(
+            INDEX_CACHE_BYTES, "text indexes"
+        )
+        self._described: FewCache[dict[str, tuple[str, Hashable]]] = FewCache(_KNOWN)
         self._analyzers: FewCache[TextAnalyzer] = FewCache(_KNOWN)
         self._sizes: FewCache[list[int]] = FewCache(1 << 16)
         self._growing: weakref.WeakKeyDictionary[MemTable, GrowingTexts] = (
@@ -101,7 +105,7 @@ class TextMemory:
         )
         self._lock = threading.Lock()
         self.standings: FewCache[Any] = FewCache(_STANDINGS)
-        self.counted: ByteCache[Any] = ByteCache(COUNTED_CACHE_BYTES)
+        self.counted: ByteCache[Any] = ByteCache(COUNTED_CACHE_BYTES, "text counts")
         """What `text_standing` worked out for base versions and generations."""
 
     @classmethod
@@ -134,17 +138,23 @@ class TextMemory:
         key = (field_id, *found)
         return self._columns.get(key, lambda: self._open(view, name, field_id, key))
 
-    def _indexes(self, view: View) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Of each column with an index the name of that and its segments."""
+    def _indexes(self, view: View) -> dict[str, tuple[str, Hashable]]:
+        """Of each column with an index the name of that and its segments.
 
-        def describe() -> dict[str, tuple[str, tuple[str, ...]]]:
-            found: dict[str, tuple[str, tuple[str, ...]]] = {}
+        A segment may keep its name and cover fewer fragments, after a column was rewritten.
+        """
+
+        def describe() -> dict[str, tuple[str, Hashable]]:
+            found: dict[str, tuple[str, Hashable]] = {}
             for index in view.base.dataset.describe_indices():
                 fields = list(index.field_names)
                 if index.name.startswith(SYSTEM_INDEX_PREFIX) or len(fields) != 1:
                     continue
                 if index.type_url.endswith("InvertedIndexDetails"):
-                    segments = tuple(str(segment.uuid) for segment in index.segments)
+                    segments = tuple(
+                        (str(segment.uuid), frozenset(segment.fragment_ids))
+                        for segment in index.segments
+                    )
                     found.setdefault(fields[0], (index.name, segments))
             return found
 
@@ -194,27 +204,47 @@ class TextMemory:
                 known = self._growing[memtable] = GrowingTexts()
             return known
 
-    def stored(self, view: View, column: TextColumn, fragments: Sequence[Any]) -> list[TextPart]:
+    def stored(
+        self, view: View, column: TextColumn, fragments: Sequence[Any]
+    ) -> list[Placed | IndexedText | StreamedText]:
         """The texts of the view's generations, in order, and then of fragments of the base."""
         generations = [s for s in view.sources if isinstance(s, GenerationSource)]
         items = [_of_generation(view, source, column) for source in generations]
         items += [_of_fragment(view, fragment, column) for fragment in fragments]
-        left_bytes = self._blocks.limit_bytes
-        found: dict[Hashable, TextPart] = {}
+        left_bytes = [self._blocks.limit_bytes]
+        kept: dict[str, dict[Hashable, Callable[[], BlockText | None]]] = {}
         sized = [(self._size(item)[0], number) for number, item in enumerate(items)]
         for size_bytes, number in sorted(sized):
-            item, block = items[number], None
-            if size_bytes <= left_bytes:
-                block = self._block(item, column)
-            if block is not None:
-                left_bytes -= block.nbytes
-                found[item.key] = block
-            else:
-                found[item.key] = self._large.get(item.key, partial(_opened, item, column))
-        return [found[item.key] for item in items]
+            if size_bytes > left_bytes[0]:
+                break
+            left_bytes[0] -= size_bytes
+            item = items[number]
+            load = partial(self._fitting, item, column, left_bytes)
+            kept.setdefault(item.kind, {})[item.key] = load
+        found: dict[Hashable, Placed] = {}
+        for kind, loads in kept.items():
+            group_key = (kind, column.field_id, column.tokenizer)
+            in_order = {item.key: loads[item.key] for item in items if item.key in loads}
+            found.update(self._groups.placed(group_key, in_order))
+        for key, placed in found.items():
+            if isinstance(placed.text, GroupText):
+                self._blocks.discard(key)
+        return [
+            found.get(item.key) or self._large.get(item.key, partial(_opened, item, column))
+            for item in items
+        ]
 
     def _size(self, item: _Stored) -> list[int]:
         return self._sizes.get(item.key, lambda: [item.rows * _GUESSED_ROW_BYTES])
+
+    def _fitting(
+        self, item: _Stored, column: TextColumn, left_bytes: list[int]
+    ) -> BlockText | None:
+        """A block that was thought to fit, unless it turns out that it does not."""
+        guessed_bytes = self._size(item)[0]
+        block = self._block(item, column)
+        left_bytes[0] += guessed_bytes - self._size(item)[0]
+        return None if left_bytes[0] < 0 else block
 
     def _block(self, item: _Stored, column: TextColumn) -> BlockText | None:
         """The texts of something, or None if they turn out too large to be kept."""
@@ -278,6 +308,10 @@ class _Stored:
     numbers: Callable[[], Numbers | None]
     generation: GenerationSource | None
 
+    @property
+    def kind(self) -> str:
+        return "fragment" if self.generation is None else "generation"
+
 
 def _of_generation(view: View, source: GenerationSource, column: TextColumn) -> _Stored:
     key = (source.region_id, source.path, column.field_id, column.tokenizer)
@@ -311,6 +345,8 @@ def _opened(item: _Stored, column: TextColumn) -> IndexedText | StreamedText:
                 return IndexedText(open_index(dataset, spec.name, _POSTINGS_CACHE_BYTES))
         except InvalidInput:
             pass  # it was flushed without this index, or with one of another format
+        except (OSError, ValueError) as error:
+            raise StaleView(f"generation {item.generation.path} cannot be read: {error}") from error
     streamed = StreamedText(column.encoder, item.rows, item.read)
     streamed.numbers = item.numbers()
     return streamed

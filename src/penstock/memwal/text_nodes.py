@@ -29,8 +29,10 @@ from penstock.index.bm25 import (
     best,
     best_column,
     match,
+    phrase,
+    rows_with_phrase,
 )
-from penstock.index.impact import best_rows
+from penstock.index.impact import best_chosen_rows, best_rows
 from penstock.index.text import Postings
 from penstock.memwal.freshness import RowIdSet
 from penstock.memwal.hits import Hits
@@ -38,7 +40,7 @@ from penstock.memwal.plan import Node
 from penstock.memwal.sources import ROW_ID, FreshSource, GenerationSource, StaleView
 from penstock.memwal.text_memory import TextColumn
 from penstock.memwal.text_parts import Bools, Int64s, Numbers
-from penstock.memwal.text_standing import BASE, LiveIndex, LivePart, Standing, standing
+from penstock.memwal.text_standing import BASE, LiveIndex, LiveRun, Standing, standing
 
 if TYPE_CHECKING:
     from penstock.memwal.filters import Filter
@@ -100,7 +102,7 @@ class _Found:
     """The postings that one part of a source has for one column's terms."""
 
     column: int
-    part: LivePart | LiveIndex
+    part: LiveRun | LiveIndex
     postings: tuple[Postings | None, ...]
     allowed: Bools | None
     """Of each row whether the filter allows it; None if there is no filter."""
@@ -134,51 +136,59 @@ class _Fresh:
 
 
 class FTSExec(Node[_Found]):
-    """The postings of the query's terms in one source; `place` is where the view has it."""
+    """The postings of the query's terms in some sources; `places` are where the view has them."""
 
-    def __init__(self, query: TextQuery, place: int) -> None:
+    def __init__(self, query: TextQuery, places: Sequence[int]) -> None:
         super().__init__()
         self._query = query
-        self._place = place
-
-    @property
-    def _source(self) -> FreshSource | None:
-        return None if self._place == BASE else self._query.sources[self._place]
+        self._places = places
 
     def describe(self) -> str:
-        source, where = self._source, self._query.where
-        label = "base_table[gen=0]" if source is None else source.label
+        sources, where = self._query.sources, self._query.where
+        labels = [
+            "base_table[gen=0]" if place == BASE else sources[place].label for place in self._places
+        ]
         condition = "" if where is None else f", filter=[{where.sql}]"
-        return f'FTSExec: {label}, query="{self._query.text}"{condition}'
+        return f'FTSExec: {", ".join(labels)}, query="{self._query.text}"{condition}'
 
     def _stream(self) -> Iterator[_Found]:
         query = self._query
-        phrase = query.operator == "phrase"
+        places = query.operator == "phrase"
         for column, asked in enumerate(query.asked):
             terms = asked.distinct
             if not terms:
                 continue
-            for part in query.standings[column].by_source.get(self._place, ()):
-                if isinstance(part, LivePart):
-                    hits = part.text.postings(terms, part.first, phrase)
-                else:
-                    hits = _of_index(part, terms, phrase)
-                yield self._allowed(column, part, hits)
+            known = query.standings[column]
+            for place in self._places:
+                for part in known.by_source.get(place, ()):
+                    if isinstance(part, LiveRun):
+                        hits = part.text.postings(terms, part.first, places)
+                    else:
+                        hits = _of_index(part, terms, places)
+                    yield _Found(column, part, tuple(hits), self._allowed(known, part, hits))
 
     def _allowed(
-        self, column: int, part: LivePart | LiveIndex, hits: list[Postings | None]
-    ) -> _Found:
-        """The postings, with the rows that the filter allows."""
-        query, source = self._query, self._source
-        where, rows = query.where, [one.rows for one in hits if one is not None and len(one.rows)]
-        mask = None
-        if where is not None and rows:
-            mask = np.zeros(len(part.text.lengths), dtype=np.bool_)
-            if source is None:
-                _allow_in_base(query, query.standings[column], part, np.concatenate(rows), mask)
-            elif id(source) in query.searched:
-                mask = _matching(query, source, part)
-        return _Found(column, part, tuple(hits), mask)
+        self, known: Standing, part: LiveRun | LiveIndex, hits: list[Postings | None]
+    ) -> Bools | None:
+        """Which rows the filter allows."""
+        query = self._query
+        rows = [one.rows for one in hits if one is not None and len(one.rows)]
+        if query.where is None or not rows:
+            return None
+        mask = np.zeros(len(part.text.lengths), dtype=np.bool_)
+        if part.source == BASE:
+            _allow_in_base(query, known, part, np.concatenate(rows), mask)
+        elif isinstance(part, LiveIndex):
+            source = query.sources[part.source]
+            if id(source) in query.searched:
+                mask = _matching(query, source, part.text.numbers)
+        else:
+            for one in part.parts:
+                source = query.sources[one.source]
+                if id(source) in query.searched:
+                    first = one.first - part.first
+                    mask[first : first + one.rows] = _matching(query, source, None)[: one.rows]
+        return mask
 
 
 class FilterStaleExec(Node[_Fresh]):
@@ -193,9 +203,9 @@ class FilterStaleExec(Node[_Fresh]):
         return f"FilterStaleExec: key=[{key}]"
 
     def _stream(self) -> Iterator[_Fresh]:
-        side_by_side: dict[int, dict[int, tuple[_Found, LivePart]]] = {}
+        side_by_side: dict[int, dict[int, tuple[_Found, LiveRun]]] = {}
         for found in self.children[0].stream():
-            if isinstance(found.part, LivePart):
+            if isinstance(found.part, LiveRun):
                 mine = side_by_side.setdefault(found.column, {})
                 mine[found.part.first] = (found, found.part)
             else:
@@ -213,7 +223,7 @@ class FilterStaleExec(Node[_Fresh]):
         source = Source(_NO_STATISTICS, postings, index.text.lengths, live)
         return _Fresh(found.column, source, frequencies, index)
 
-    def _joined(self, column: int, parts: Sequence[tuple[_Found, LivePart]]) -> _Fresh:
+    def _joined(self, column: int, parts: Sequence[tuple[_Found, LiveRun]]) -> _Fresh:
         """All small sources side by side, in that order, so that postings stay ascending."""
         known = self._query.standings[column]
         postings: dict[str, Postings] = {}
@@ -226,7 +236,7 @@ class FilterStaleExec(Node[_Fresh]):
         if self._query.where is not None:
             live = live.copy()
             for found, part in parts:
-                here = slice(part.first, part.first + part.rows)
+                here = slice(part.first, part.first + len(part.text.lengths))
                 live[here] &= False if found.allowed is None else found.allowed
         source = Source(_NO_STATISTICS, postings, known.lengths, live)
         return _Fresh(column, source, frequencies, None)
@@ -255,17 +265,21 @@ class GlobalBM25Exec(Node[Hits]):
             for one in mine:
                 counts.update(one.frequencies)
             corpus = CorpusStatistics(known.documents, known.tokens, counts)
-            for one in mine:
-                matches = _read_base(partial(_scored, query, asked, one, corpus))
-                for place, rows, scores in _by_source(known, one, matches):
+            matches = [_read_base(partial(_scored, query, asked, one, corpus)) for one in mine]
+            if query.k is not None:
+                # A row that is not among the k best of its column is not among those of all.
+                matches = best(matches, query.k)
+            for one, rows in zip(mine, matches, strict=True):
+                for place, numbers, scores in _by_source(known, one, rows):
                     columns = found.setdefault(place, [[] for _ in query.asked])
-                    columns[column].append((rows, scores * np.float32(asked.boost)))
+                    columns[column].append((numbers, scores * np.float32(asked.boost)))
         sources = query.sources
         hits = [
             Hits(None if place == BASE else sources[place], *_best_of(found[place]))
             for place in sorted(found, key=lambda place: -place if place >= 0 else 1)
         ]
-        yield from (hits if query.k is None else _cut(hits, query.k))
+        one_column = len(query.asked) == 1
+        yield from (hits if query.k is None or one_column else _cut(hits, query.k))
 
 
 # --- one source ----------------------------------------------------------------------------
@@ -273,10 +287,10 @@ class GlobalBM25Exec(Node[Hits]):
 _NO_STATISTICS = CorpusStatistics(0, 0, {})
 
 
-def _of_index(index: LiveIndex, terms: Sequence[str], phrase: bool) -> list[Postings | None]:
-    if phrase:
+def _of_index(index: LiveIndex, terms: Sequence[str], places: bool) -> list[Postings | None]:
+    if places:
         return index.text.postings(terms, 0, True)
-    return [index.text.ranked(term).postings for term in terms]
+    return [ranked.postings for ranked in index.text.ranked(terms)]
 
 
 def _offsets(numbers: Numbers) -> Int64s:
@@ -284,13 +298,12 @@ def _offsets(numbers: Numbers) -> Int64s:
     return offsets
 
 
-def _matching(query: TextQuery, source: FreshSource, part: LivePart | LiveIndex) -> Bools:
-    """Which rows of a part in front of the base the filter allows."""
-    rows = len(part.text.lengths)
-    own = part.text.numbers
-    if own is not None:
-        assert isinstance(source, GenerationSource)
+def _matching(query: TextQuery, source: FreshSource, own: Numbers | None) -> Bools:
+    """Which rows of a source in front of the base, or those with these numbers, are allowed."""
+    if isinstance(source, GenerationSource):
         rows = sum(fragment.physical_rows for fragment in source.dataset.get_fragments())
+    else:
+        rows = source.rows
     mask = np.zeros(rows, dtype=np.bool_)
     for _, numbers, _ in source.scan(query.view.shape, [], query.where):
         mask[numbers] = True
@@ -298,7 +311,7 @@ def _matching(query: TextQuery, source: FreshSource, part: LivePart | LiveIndex)
 
 
 def _allow_in_base(
-    query: TextQuery, known: Standing, part: LivePart | LiveIndex, rows: Int64s, mask: Bools
+    query: TextQuery, known: Standing, part: LiveRun | LiveIndex, rows: Int64s, mask: Bools
 ) -> None:
     """Mark the rows of a part of the base that the filter allows, at least those that match."""
     where, dataset, numbers = query.where, query.view.base.dataset, part.text.numbers
@@ -306,7 +319,7 @@ def _allow_in_base(
     assert numbers is not None
     if len(rows) <= _TAKE_ROWS and where.columns:
         chosen = np.unique(rows)
-        if isinstance(part, LivePart):
+        if isinstance(part, LiveRun):
             chosen = chosen[known.live[chosen]] - part.first
         elif part.live is not None:
             chosen = chosen[part.live[chosen]]
@@ -342,27 +355,28 @@ def _scored(
     query: TextQuery, asked: AskedColumn, fresh: _Fresh, corpus: CorpusStatistics
 ) -> Matches:
     """Rows of one piece that match, all of them or at least the k best."""
-    index, source = fresh.index, fresh.source
-    if index is not None and query.k and query.operator != "phrase":
+    index, source, operator = fresh.index, fresh.source, query.operator
+    if index is not None and query.k:
         counted = Counter(asked.terms)
-        lists = [(index.text.ranked(t), n * corpus.idf(t)) for t, n in counted.items()]
-        every = query.operator == "and"
+        weights = [n * corpus.idf(term) for term, n in counted.items()]
+        lists = list(zip(index.text.ranked(list(counted)), weights, strict=True))
         long = [ranked.groups is not None for ranked, _ in lists]
         if len(lists) == 1:
             long = [len(lists[0][0]) > _WHOLE_ROWS]
-        if all(long) if every else any(long):
-            found = best_rows(
-                lists,
-                source.document_lengths,
-                source.live,
-                corpus.average_length,
-                query.k,
-                require_all=every,
-            )
-            if found is not None:
-                return found
-    found = match(source, asked.terms, corpus, query.operator, asked.positions)
-    return found if query.k is None else best([found], query.k)[0]
+        among = (lists, source.document_lengths, source.live, corpus.average_length, query.k)
+        found = None
+        if operator == "phrase" and long and all(long):
+            found = best_chosen_rows(*among, partial(_with_phrase, asked, source))
+        elif operator != "phrase" and (all(long) if operator == "and" else any(long)):
+            found = best_rows(*among, require_all=operator == "and")
+        if found is not None:
+            return found
+    return match(source, asked.terms, corpus, operator, asked.positions, query.k)
+
+
+def _with_phrase(asked: AskedColumn, source: Source, rows: Int64s) -> Int64s:
+    tokens = phrase(asked.terms, asked.positions)
+    return rows_with_phrase(rows, source.postings, tokens, len(source.document_lengths))
 
 
 def _by_source(
@@ -370,21 +384,20 @@ def _by_source(
 ) -> Iterator[tuple[int, Numbers, Float32s]]:
     """Matches with the numbers their rows have in their own source."""
     index = fresh.index
+    if not len(matches):
+        return
     if index is not None:
         numbers = index.text.numbers[matches.rows]
         if index.source != BASE:
             numbers = _offsets(numbers).astype(np.uint64)
         yield index.source, numbers, matches.scores
         return
-    if not len(matches):
-        return
-    starts = np.array([part.first for part in known.parts])
-    owners = np.searchsorted(starts, matches.rows, side="right") - 1
+    owners = np.searchsorted(known.firsts, matches.rows, side="right") - 1
     for at in np.unique(owners).tolist():
         part = known.parts[at]
         here = owners == at
         rows = matches.rows[here] - part.first
-        own = part.text.numbers
+        own = part.numbers
         numbers = rows.astype(np.uint64) if own is None else own[rows]
         yield part.source, numbers, matches.scores[here]
 

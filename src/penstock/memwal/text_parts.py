@@ -15,7 +15,9 @@ Invariant: row i of a part is row i of its source, or has the row id `numbers[i]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import lance
@@ -23,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock import metrics
 from penstock.errors import ObjectNotFound
 from penstock.index.impact import RankedPostings
 from penstock.index.lance_text import LanceTextIndex
 from penstock.index.text import Postings, TextIndex
 from penstock.index.text_block import TextBlock, build_block
-from penstock.memwal.cache import ByteCache
 from penstock.memwal.shape import TableShape
 from penstock.memwal.sources import ROW_ADDRESS, ROW_ID, GenerationSource, StaleView
 from penstock.memwal.wal import TOMBSTONE
@@ -42,6 +44,9 @@ Texts = Iterator[tuple[pa.Array, Int64s]]
 
 TERM_CACHE_BYTES = 256 << 20
 """Posting lists of one index that are kept, ranked."""
+_hits = metrics.cache_hits.labels("terms")
+_misses = metrics.cache_misses.labels("terms")
+_evictions = metrics.cache_evictions.labels("terms")
 
 BATCH_ROWS = 1 << 15
 """So many rows are tokenised at a time."""
@@ -92,6 +97,9 @@ class GrowingText:
         found: list[Postings | None] = []
         for term in terms:
             hits = self._index.postings(term, self._rows, positions=positions)
+            if not len(hits.rows):
+                found.append(None)
+                continue
             rows = hits.rows + first
             found.append(Postings(rows, hits.frequencies, hits.positions, hits.bounds))
         return found
@@ -123,11 +131,13 @@ class StreamedText:
 class IndexedText:
     def __init__(self, index: LanceTextIndex) -> None:
         self.index = index
-        self._terms: ByteCache[RankedPostings] = ByteCache(TERM_CACHE_BYTES)
+        self._terms: OrderedDict[str, RankedPostings] = OrderedDict()
+        self._terms_bytes = 0
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        return self.index.nbytes + self._terms.nbytes
+        return self.index.nbytes + self._terms_bytes
 
     @property
     def lengths(self) -> Int32s:
@@ -140,13 +150,37 @@ class IndexedText:
     def postings(self, terms: Sequence[str], first: int, positions: bool) -> list[Postings | None]:
         """Those of a phrase; `ranked` has the others."""
         assert first == 0
-        return [self.index.postings(term, positions=positions) for term in terms]
+        return list(self.index.postings_of(terms, positions=positions))
 
-    def ranked(self, term: str) -> RankedPostings:
-        def make() -> RankedPostings:
-            return RankedPostings(self.index.postings(term), self.lengths)
+    def ranked(self, terms: Sequence[str]) -> list[RankedPostings]:
+        """The postings of each term, ready to be ranked; what is not kept is read in one go."""
+        found: dict[str, RankedPostings] = {}
+        with self._lock:
+            for term in terms:
+                known = self._terms.get(term)
+                if known is not None:
+                    found[term] = known
+                    self._terms.move_to_end(term)
+        missing = [term for term in terms if term not in found]
+        _hits.inc(len(found))
+        _misses.inc(len(missing))
+        if missing:
+            lengths = self.lengths
+            for term, postings in zip(missing, self.index.postings_of(missing), strict=True):
+                found[term] = RankedPostings(postings, lengths)
+            self._keep({term: found[term] for term in missing})
+        return [found[term] for term in terms]
 
-        return self._terms.get(term, make)
+    def _keep(self, made: Mapping[str, RankedPostings]) -> None:
+        with self._lock:
+            for term, ranked in made.items():
+                if term not in self._terms:
+                    self._terms[term] = ranked
+                    self._terms_bytes += ranked.nbytes
+            while self._terms_bytes > TERM_CACHE_BYTES and self._terms:
+                _, gone = self._terms.popitem(last=False)
+                self._terms_bytes -= gone.nbytes
+                _evictions.inc()
 
 
 # --- reading texts -------------------------------------------------------------------------

@@ -5,7 +5,8 @@
         GlobalBM25Exec      one set of statistics, and every row scored with it
           FilterStaleExec   which rows are live, and how many of them have each term
             UnionExec
-              FTSExec …     the postings of the query's terms, one for each source
+              FTSExec …     the postings of the query's terms, one for each source; for all
+                            generations together, if they are many
 
 Scores are those of one table, with one index, that has exactly the live rows: superseded and
 deleted rows count nowhere, and a row counts wherever it is, covered by an index or not. Texts and
@@ -34,6 +35,8 @@ from penstock.index.bm25 import Operator
 from penstock.memwal.hits import Hits, SortExec
 from penstock.memwal.plan import Chunk, GlobalLimitExec, Node, UnionExec
 from penstock.memwal.scan import checked_columns
+from penstock.memwal.sources import GenerationSource
+from penstock.memwal.text_group import MOST_RUNS
 from penstock.memwal.text_memory import TextMemory
 from penstock.memwal.text_nodes import (
     AskedColumn,
@@ -74,8 +77,7 @@ def plan_text_hits(
         raise InvalidInput(f"the query must be text, not {type(text).__name__}")
     asked = _asked(view, columns, text, operator, boosts or {})
     query = TextQuery(view, asked, text, operator, k, where)
-    places = [*reversed(range(len(view.sources))), BASE]
-    found = [FTSExec(query, place) for place in places]
+    found = [FTSExec(query, places) for places in _together(view)]
     return GlobalBM25Exec(query, FilterStaleExec(query, UnionExec(*found)))
 
 
@@ -127,6 +129,16 @@ def search_text(
     fields = [view.shape.schema.field(name) for name in _selected(view, select)]
     schema = pa.schema([*fields, pa.field(SCORE, pa.float32())])
     return pa.Table.from_batches([chunk.rows for chunk in plan.stream()], schema)
+
+
+def _together(view: View) -> list[list[int]]:
+    """Places of sources that are searched in one go, the newest first."""
+    places = list(reversed(range(len(view.sources))))
+    generations = [at for at in places if isinstance(view.sources[at], GenerationSource)]
+    if len(generations) <= MOST_RUNS:
+        return [*([place] for place in places), [BASE]]
+    others = [at for at in places if not isinstance(view.sources[at], GenerationSource)]
+    return [*([place] for place in others), generations, [BASE]]
 
 
 def _selected(view: View, select: Sequence[str] | None) -> list[str]:

@@ -26,14 +26,24 @@ from penstock.index.key_index import NOT_FOUND
 from penstock.index.primary_key import key_array
 from penstock.memwal.freshness import RowIdSet
 from penstock.memwal.sources import ROW_ID, MemTableSource
+from penstock.memwal.text_group import Placed
 from penstock.memwal.text_memory import TextColumn, TextMemory
-from penstock.memwal.text_parts import Bools, IndexedText, Int32s, Int64s, Numbers, TextPart
+from penstock.memwal.text_parts import (
+    Bools,
+    IndexedText,
+    Int32s,
+    Int64s,
+    Numbers,
+    StreamedText,
+    TextPart,
+)
 
 if TYPE_CHECKING:
     from penstock.memwal.view import View
 
 BASE = -1
 _COUNTED_TERMS = 1 << 16
+_FEW_SHARE = 16
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
 _NO_ROWS: Int64s = np.zeros(0, dtype=np.int64)
 
@@ -44,9 +54,24 @@ class LivePart:
 
     source: int
     """The place of the source among the view's, or `BASE`."""
-    text: TextPart
     first: int
     rows: int
+    numbers: Numbers | None
+    """The row's number in its source; None if that is the row itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveRun:
+    """One or several small sources that are asked for postings together."""
+
+    text: TextPart
+    first: int
+    parts: tuple[LivePart, ...]
+
+    @property
+    def source(self) -> int:
+        """Where to ask for it."""
+        return self.parts[0].source
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +98,8 @@ class CountedIndex:
         """How many live documents have a term."""
         known = self._counts.get(term)
         if known is None:
-            rows = self.text.ranked(term).postings.rows
+            (ranked,) = self.text.ranked([term])
+            rows = ranked.postings.rows
             known = int(np.count_nonzero(self.live[rows]))
             if len(self._counts) >= _COUNTED_TERMS:
                 self._counts.clear()
@@ -93,15 +119,27 @@ class LiveIndex:
     """Rows that something in memory supersedes."""
     documents: int
     tokens: int
+    _counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def text(self) -> IndexedText:
         return self.counted.text
 
     def frequency(self, term: str) -> int:
-        known = self.counted.frequency(term)
-        if known and len(self.gone):
-            known -= int(np.count_nonzero(self.text.ranked(term).frequencies_of(self.gone)))
+        """How many live documents have a term."""
+        if not len(self.gone):
+            return self.counted.frequency(term)
+        known = self._counts.get(term)
+        if known is None:
+            (ranked,) = self.text.ranked([term])
+            if self.live is not None and len(ranked) < _FEW_SHARE * len(self.gone):
+                known = int(np.count_nonzero(self.live[ranked.postings.rows]))
+            else:
+                known = self.counted.frequency(term)
+                known -= int(np.count_nonzero(ranked.frequencies_of(self.gone)))
+            if len(self._counts) >= _COUNTED_TERMS:
+                self._counts.clear()
+            self._counts[term] = known
         return known
 
 
@@ -110,13 +148,16 @@ class Standing:
     """The live texts of one column in one view."""
 
     parts: tuple[LivePart, ...]
+    """In the order of their rows."""
+    firsts: Int64s
+    """Where each part begins."""
     indexed: tuple[LiveIndex, ...]
     lengths: Int32s
     live: Bools
     documents: int
     tokens: int
-    by_source: Mapping[int, Sequence[LivePart | LiveIndex]]
-    """The parts and indexes of each source."""
+    by_source: Mapping[int, Sequence[LiveRun | LiveIndex]]
+    """What has the rows of each source. What has those of several is at the first of them."""
 
 
 def standing(view: View, column: TextColumn) -> Standing:
@@ -133,46 +174,87 @@ def _work_out(view: View, column: TextColumn, memory: TextMemory) -> Standing:
     )
     stored = memory.stored(view, column, covered.fragments)
     hidden = _hidden(view, memory) if view.shape.key_columns and view.sources else None
-    small: list[tuple[int, TextPart, Bools | None]] = []
+    laid: dict[int, _Laid] = {}
     indexed: list[LiveIndex] = []
     generations = 0
     for place, source in enumerate(view.sources):
         newest = view.freshness.newest(source) if view.shape.key_columns else None
         if isinstance(source, MemTableSource):
-            small.append((place, memory.memtable(view, source, column), newest))
+            text = memory.memtable(view, source, column)
+            _Laid.add(laid, text, place, slice(0, len(text.lengths)), newest)
             continue
-        text = stored[generations]
+        found = stored[generations]
         generations += 1
-        if isinstance(text, IndexedText):
-            indexed.append(_generation_index(place, text, newest))
+        if isinstance(found, IndexedText):
+            indexed.append(_generation_index(place, found, newest))
         else:
-            small.append((place, text, newest))
-    for text in stored[generations:]:
-        numbers = text.numbers
-        assert numbers is not None
-        small.append((BASE, text, None if hidden is None else ~hidden.contains(numbers)))
+            _Laid.add(laid, *_where(found, place), newest)
+    for found in stored[generations:]:
+        assert not isinstance(found, IndexedText)
+        text, place, rows = _where(found, BASE)
+        assert text.numbers is not None
+        live = None if hidden is None else ~hidden.contains(text.numbers[rows])
+        _Laid.add(laid, text, place, rows, live)
     if len(column.text.index):
         indexed.append(_base_index(view, column, memory, covered.live, hidden))
-    return _side_by_side(small, indexed)
+    return _side_by_side(list(laid.values()), indexed)
 
 
-def _side_by_side(
-    small: list[tuple[int, TextPart, Bools | None]], indexed: list[LiveIndex]
-) -> Standing:
-    parts, lengths, masks, first = [], [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], 0
-    for place, text, live in small:
-        here = text.lengths
-        parts.append(LivePart(place, text, first, len(here)))
-        lengths.append(here)
-        masks.append(here > 0 if live is None else live & (here > 0))
-        first += len(here)
-    every, alive = np.concatenate(lengths), np.concatenate(masks)
-    by_source: dict[int, list[LivePart | LiveIndex]] = {}
-    every_part: list[LivePart | LiveIndex] = [*parts, *indexed]
-    for one in every_part:
-        by_source.setdefault(one.source, []).append(one)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Laid:
+    """A block, group or MemTable, and which of its rows are those of sources of the view."""
+
+    text: TextPart
+    lengths: Int32s
+    live: Bools
+    members: list[tuple[slice, int]]
+
+    @staticmethod
+    def add(
+        laid: dict[int, _Laid], text: TextPart, place: int, rows: slice, live: Bools | None
+    ) -> None:
+        into = laid.get(id(text))
+        if into is None:
+            lengths = text.lengths
+            into = _Laid(text, lengths, np.zeros(len(lengths), np.bool_), [])
+            laid[id(text)] = into
+        documents = into.lengths[rows] > 0
+        into.live[rows] = documents if live is None else live & documents
+        into.members.append((rows, place))
+
+
+def _where(found: Placed | StreamedText, place: int) -> tuple[TextPart, int, slice]:
+    if isinstance(found, Placed):
+        return found.text, place, found.rows
+    return found, place, slice(0, len(found.lengths))
+
+
+def _side_by_side(laid: list[_Laid], indexed: list[LiveIndex]) -> Standing:
+    every = np.concatenate([np.zeros(0, np.int32), *(one.lengths for one in laid)])
+    alive = np.concatenate([np.zeros(0, np.bool_), *(one.live for one in laid)])
+    by_source: dict[int, list[LiveRun | LiveIndex]] = {}
+    parts: list[LivePart] = []
+    first = 0
+    for one in laid:
+        numbers = one.text.numbers
+        mine = tuple(
+            LivePart(
+                place,
+                first + rows.start,
+                rows.stop - rows.start,
+                None if numbers is None else numbers[rows],
+            )
+            for rows, place in sorted(one.members, key=lambda member: member[0].start)
+        )
+        run = LiveRun(one.text, first, mine)
+        by_source.setdefault(run.source, []).append(run)
+        parts += mine
+        first += len(one.lengths)
+    for index in indexed:
+        by_source.setdefault(index.source, []).append(index)
     return Standing(
         tuple(parts),
+        np.array([part.first for part in parts], dtype=np.int64),
         tuple(indexed),
         every,
         alive,
@@ -229,7 +311,7 @@ def _base_index(
     live, gone = counted.live, _NO_ROWS
     if hidden is not None and len(hidden.recent):
         gone = column.text.index.rows_of(hidden.recent)
-        gone = gone[live[gone]]
+        gone = np.sort(gone[live[gone]])
         if len(gone):
             live = live.copy()
             live[gone] = False

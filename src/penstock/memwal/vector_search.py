@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput
 from penstock.index.primary_key import key_array
-from penstock.memwal.hits import Hits, SortExec
+from penstock.memwal.hits import Hits, SortExec, only_the_key
 from penstock.memwal.plan import Chunk, GlobalLimitExec, Node, UnionExec
 from penstock.memwal.scan import checked_columns
 from penstock.memwal.sources import ROW_ID, BaseSource, GenerationSource, MemTableSource
@@ -217,7 +217,7 @@ def plan_vector_search(
         where=where,
         metric=metric,
         distance_range=distance_range,
-        columns=chosen,
+        columns=[] if only_the_key(view, chosen) and view.key_index is not None else chosen,
     )
     return GlobalLimitExec(k, offset, SortExec(view, chosen, DISTANCE, hits, fetch=rows))
 
