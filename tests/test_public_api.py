@@ -66,6 +66,7 @@ MEMBERS: dict[str, dict[str, str | None]] = {
         "flush": "*, recover",
         "get": "key, *, consistency, version",
         "get_many": "keys, *, consistency, version",
+        "merge": "*, max_rows",
         "primary_key": None,
         "scan": "columns, filter, limit, offset, *, consistency, version",
         "schema": None,

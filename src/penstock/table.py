@@ -23,6 +23,7 @@ from penstock.memwal.config import WriterConfig
 from penstock.memwal.index_details import MemWalIndexDetails, commit_details
 from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
 from penstock.memwal.lookup import get_many, plan_lookup, regions_without
+from penstock.memwal.merge import MERGE_ROWS, MergeReport, merge_all
 from penstock.memwal.region_spec import RegionBy, bind
 from penstock.memwal.scan import checked_columns, count_view, plan_scan, scan_view
 from penstock.memwal.snapshots import build_snapshot
@@ -341,6 +342,13 @@ class Table:
         assert details.current_spec is not None
         self.close()
         return details.current_spec.spec_id
+
+    def merge(self, *, max_rows: int = MERGE_ROWS) -> MergeReport:
+        """Fold what is flushed into the base table, where every Lance tool finds it.
+
+        At most `max_rows` rows of a region are folded at a time, which bounds memory.
+        """
+        return merge_all(self._base, max_rows=max_rows)
 
     def snapshot(self) -> int:
         """Bring what is flushed into the table's newest version, for eventual reads and others.

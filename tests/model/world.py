@@ -44,6 +44,7 @@ from penstock.memwal import names, transforms
 from penstock.memwal.index_details import MemWalIndexDetails, commit_details, read_details
 from penstock.memwal.manifest import RegionManifest, RegionStatus
 from penstock.memwal.regions import load_manifests
+from penstock.memwal.wal import Wal
 from penstock.storage.open import open_store
 from penstock.storage.seams import Seams
 
@@ -374,10 +375,12 @@ class World:
                 if generation[1] <= details.merged(region.region_id) and generation not in spared:
                     self.store.delete_prefix(f"{directory}/{flushed.path}")
                     removed.add(generation)
+            wal = Wal(self.store, region.region_id, Seams())
             for position in range(1, region.replay_after_wal_entry_position + 1):
-                key = names.wal_key(region.region_id, position)
-                if self.store.exists(key):
-                    self.store.delete(key)
+                entry = wal.read(position)
+                # A former owner that sleeps must still collide with the fence when it wakes up.
+                if entry is not None and not entry.is_fence:
+                    self.store.delete(names.wal_key(region.region_id, position))
         for lost in self.layers.forget(removed):
             how = {"version": lost.version}
             answer = user.answer_or_refuse(question.wire, EVERY, how)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,13 @@ class MemWalIndexDetails:
     def merged(self, region_id: uuid.UUID) -> int:
         """The last generation of a region that is in the base table; 0 if none is."""
         return self.merged_generations.get(region_id, 0)
+
+    def with_merged(self, generations: Mapping[uuid.UUID, int]) -> MemWalIndexDetails:
+        """The details with more progress; it never goes back."""
+        together = dict(self.merged_generations)
+        for region_id, generation in generations.items():
+            together[region_id] = max(generation, together.get(region_id, 0))
+        return replace(self, merged_generations=together)
 
     def encode(self) -> bytes:
         message = wire.new("MemWalIndexDetails")
@@ -268,8 +275,12 @@ def commit_index(
     change: Callable[[MemWalIndexDetails | None], MemWalIndexDetails | None],
     seams: Seams,
     lay_down: Callable[[MemWalIndexDetails, uuid.UUID], MemWalIndexDetails] | None = None,
+    operation: Callable[[lance.LanceDataset], Any] | None = None,
 ) -> tuple[MemWalIndexDetails | None, int]:
     """As `commit_details`; returns the version that holds the index, too.
+
+    `operation` makes a change of the data for the version it is given, which becomes part of the
+    same new version: both are there or neither is. It must have made durable what it names.
 
     `lay_down` gets the changed details and the uuid their index is about to have. It writes what
     belongs under that uuid, durably, and returns the details to commit. Every attempt has a uuid
@@ -288,15 +299,13 @@ def commit_index(
             details = lay_down(details, identity)
         new = _index(identity, dataset.version, details)
         old = [_index(found[1], dataset.version, found[0])] if found else []
-        detached = lance.LanceDataset.commit(
-            dataset,
-            lance.LanceOperation.CreateIndex([new], old),
-            read_version=dataset.version,
-            storage_options=options,
-            detached=True,
-        )
+        steps = [lance.LanceOperation.CreateIndex([new], old)]
+        if operation is not None:
+            # Last, because it is the last step that others find in the new version's transaction,
+            # and they have to see which rows it changed.
+            steps.append(operation(dataset))
         try:
-            _publish(store, dataset.version, detached.version, identity)
+            _publish(store, dataset.version, _commit_detached(store, dataset, steps, options))
         except StorageError as error:
             last = error
             continue
@@ -309,31 +318,51 @@ def commit_index(
     )
 
 
-def _publish(store: ObjectStore, version: int, detached: int, identity: uuid.UUID) -> None:
-    """Make a detached version the very next one; raises `ObjectExists` if another one is.
+def _commit_detached(
+    store: ObjectStore,
+    dataset: lance.LanceDataset,
+    steps: Sequence[Any],
+    options: dict[str, str] | None,
+) -> bytes:
+    """The manifest that several steps one after the other lead to; nobody else can see them."""
+    data = b""
+    passed: list[str] = []
+    for step in steps:
+        dataset = lance.LanceDataset.commit(
+            dataset,
+            step,
+            read_version=dataset.version,
+            storage_options=options,
+            detached=True,
+        )
+        key = f"_versions/d{dataset.version}.manifest"
+        data = bytes(store.get(key).data)
+        passed.append(key)
+    for key in passed:
+        store.delete(key)
+    return data
+
+
+def _publish(store: ObjectStore, version: int, data: bytes) -> None:
+    """Make a manifest that of the very next version; raises `ObjectExists` if there is one.
 
     An ordinary commit would not do. Lance lets a change of an index pass over a merge that landed
     since `version`, and the progress which that merge recorded in the index would be lost.
     """
-    detached_key = f"_versions/d{detached}.manifest"
-    data = bytes(store.get(detached_key).data)
-    store.delete(detached_key)
     at = _FOOTER.unpack(data[-_FOOTER.size :])[0]
     manifest = wire.new("TableManifest")
     manifest.ParseFromString(_section(data, at))
     manifest.version = version + 1
     message = manifest.SerializeToString()
-    head = data[:at] + struct.pack("<I", len(message)) + message
+    ours = data[:at] + struct.pack("<I", len(message)) + message + data[-_FOOTER.size :]
     reversed_names = store.exists(f"_versions/{_manifest_names(version)[0]}.manifest")
     key = f"_versions/{_manifest_names(version + 1)[0 if reversed_names else 1]}.manifest"
     try:
-        store.put_if_absent(key, head + data[-_FOOTER.size :])
+        store.put_if_absent(key, ours)
     except StorageError:
-        # The answer may have been lost, or be that of our own repeated request.
-        if not store.exists(key):
-            raise
-        found = read_details(store, version + 1)
-        if found is None or found[1] != identity:
+        # The answer may have been lost, or be that of our own repeated request. No two manifests
+        # are alike: each names a transaction of its own.
+        if not store.exists(key) or bytes(store.get(key).data) != ours:
             raise
 
 

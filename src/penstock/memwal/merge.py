@@ -1,0 +1,272 @@
+"""Folding flushed generations into the base table.
+
+A merge has three parts, so that the costly one can run anywhere and is never done twice:
+
+    plan_merges     which generations of which regions, in order
+    fold            the newest row of each key, written as Lance fragments that nobody names yet
+    commit_merge    one version: the new rows, the rows they replace or delete taken out, progress
+
+Several generations are folded together; a key that was written in each of them is merged once.
+What a key replaces is looked up when the merge is committed, in the version it is committed on:
+if another commit comes in between, only that is done again.
+
+Progress and rows are in the same version, which is published as the very next one or not at all
+(`index_details`). A merge whose generations are merged already changes nothing. A crash leaves at
+most fragments that no version names, for clean-up to find.
+
+Regions of a newer spec wait until those of older ones are sealed and merged: keys may have moved
+between them, and their newer rows would be overwritten by older ones.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
+
+from penstock.errors import Corruption, InvalidInput
+from penstock.index.primary_key import key_array, key_type, newest_rows
+from penstock.memwal.base_table import BaseSnapshot, BaseTable
+from penstock.memwal.freshness import Mask
+from penstock.memwal.index_details import MemWalIndexDetails, commit_index
+from penstock.memwal.manifest import FlushedGeneration, RegionManifest, RegionStatus
+from penstock.memwal.regions import load_manifests
+from penstock.memwal.sources import ROW_ADDRESS, GenerationSource, chosen_rows
+
+MERGE_ROWS = 1_000_000
+"""Rows of generations that are folded at a time; at least one generation, however large."""
+_OFFSET_BITS = np.uint64(32)
+_OFFSET_MASK = np.uint64(0xFFFFFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """Generations of one region that are merged together, oldest first."""
+
+    region_id: uuid.UUID
+    generations: tuple[FlushedGeneration, ...]
+
+    @property
+    def after(self) -> int:
+        """The generation that must be the last one merged."""
+        return self.generations[0].generation - 1
+
+    @property
+    def last(self) -> int:
+        return self.generations[-1].generation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Folded:
+    """The newest rows of some generations as fragments, and every key they are about."""
+
+    plan: MergePlan
+    fragments: tuple[FragmentMetadata, ...]
+    rows: int
+    deleted: int
+    keys: pa.Array | None
+    """None for a table without a primary key, whose rows replace nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """What a merge did."""
+
+    generations: int = 0
+    rows: int = 0
+    """Rows written to the base table."""
+    tombstones: int = 0
+    waiting: int = 0
+    """Generations that wait for regions of an older spec to be flushed."""
+
+    def __add__(self, other: MergeReport) -> MergeReport:
+        return MergeReport(
+            self.generations + other.generations,
+            self.rows + other.rows,
+            self.tombstones + other.tombstones,
+            other.waiting,
+        )
+
+
+def merge_all(table: BaseTable, *, max_rows: int = MERGE_ROWS) -> MergeReport:
+    """Merge everything that is flushed; what is flushed meanwhile is left for the next time."""
+    if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1:
+        raise InvalidInput(f"max_rows must be a whole number from 1 on, not {max_rows!r}")
+    report = MergeReport()
+    upto = {
+        manifest.region_id: manifest.current_generation - 1
+        for manifest in load_manifests(table.store, table.seams)
+    }
+    while True:
+        plans, waiting = plan_merges(table, max_rows=max_rows)
+        plans = [plan for plan in plans if plan.last <= upto.get(plan.region_id, 0)]
+        if not plans:
+            return report + MergeReport(waiting=waiting)
+        for plan in plans:
+            report += commit_merge(table, fold(table, plan))
+
+
+# --- plan ----------------------------------------------------------------------------------
+
+
+def plan_merges(table: BaseTable, *, max_rows: int = MERGE_ROWS) -> tuple[list[MergePlan], int]:
+    """The next merge of every region that may go on, and how many generations have to wait."""
+    base = table.snapshot()
+    manifests = load_manifests(table.store, table.seams)
+    unmerged = {m.region_id: _unmerged(base, m) for m in manifests}
+    unfinished = [
+        m.region_spec_id
+        for m in manifests
+        if unmerged[m.region_id] or m.status is not RegionStatus.SEALED
+    ]
+    oldest = min(unfinished, default=0)
+    plans, waiting = [], 0
+    for manifest in sorted(manifests, key=lambda m: (m.region_spec_id, m.region_id)):
+        generations = unmerged[manifest.region_id]
+        if not generations:
+            continue
+        if manifest.region_spec_id > oldest:
+            waiting += len(generations)
+            continue
+        rows = np.cumsum([generation.physical_rows or 0 for generation in generations])
+        count = max(1, int(np.searchsorted(rows, max_rows, side="right")))
+        plans.append(MergePlan(manifest.region_id, tuple(generations[:count])))
+    return plans, waiting
+
+
+def _unmerged(base: BaseSnapshot, manifest: RegionManifest) -> list[FlushedGeneration]:
+    merged = base.details.merged(manifest.region_id)
+    found = [g for g in manifest.flushed_generations if g.generation > merged]
+    expected = list(range(merged + 1, merged + 1 + len(found)))
+    if [g.generation for g in found] != expected:
+        raise Corruption(
+            f"region {manifest.region_id} lists generations {[g.generation for g in found]} where "
+            f"{expected} have to come next; restore its manifest from a copy"
+        )
+    return found
+
+
+# --- run -----------------------------------------------------------------------------------
+
+
+def fold(table: BaseTable, plan: MergePlan) -> Folded:
+    """Write the newest live row of each key as fragments; they are in no version yet."""
+    base = table.snapshot()
+
+    def source(generation: FlushedGeneration) -> GenerationSource:
+        return GenerationSource(table.store, table.storage_options, plan.region_id, generation)
+
+    shape, keys = base.shape, None
+    masks: list[Mask | None] = [None] * len(plan.generations)
+    if shape.key_columns:
+        parts = [source(generation).keys() for generation in plan.generations]
+        every = pa.concat_arrays([pa.array([], key_type(shape.schema, shape.key_columns)), *parts])
+        newest = newest_rows(every)
+        keys = every.filter(pa.array(newest))
+        ends = np.cumsum([len(part) for part in parts])
+        masks = [newest[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
+    counted = {"rows": 0, "dead": 0}
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        for generation, mask in zip(plan.generations, masks, strict=True):
+            # Opened here, so that what it keeps in memory goes with it.
+            for batch, numbers, dead in source(generation).scan(shape, shape.schema.names, None):
+                assert numbers is not None
+                kept = np.ones(batch.num_rows, dtype=np.bool_) if mask is None else mask[numbers]
+                if dead is not None:
+                    counted["dead"] += int(np.count_nonzero(kept & dead))
+                    kept = kept & ~dead
+                if kept.any():
+                    counted["rows"] += int(np.count_nonzero(kept))
+                    chosen = batch if kept.all() else chosen_rows(batch, kept)
+                    yield pa.RecordBatch.from_arrays(chosen.columns, schema=shape.schema)
+
+    first = next(stream := rows(), None)
+    fragments: list[FragmentMetadata] = []
+    if first is not None:
+        reader = pa.RecordBatchReader.from_batches(shape.schema, _chained(first, stream))
+        fragments = write_fragments(reader, base.dataset, mode="append")
+        for fragment in fragments:
+            for file in fragment.files:
+                table.store.sync(f"data/{file.path}")
+    return Folded(plan, tuple(fragments), counted["rows"], counted["dead"], keys)
+
+
+def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield first
+    yield from rest
+
+
+# --- commit --------------------------------------------------------------------------------
+
+
+def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
+    """Publish folded rows and their progress, unless somebody else has merged them already."""
+    plan = folded.plan
+    done = False
+
+    def progress(details: MemWalIndexDetails | None) -> MemWalIndexDetails | None:
+        nonlocal done
+        assert details is not None
+        done = details.merged(plan.region_id) != plan.after
+        if done:
+            return None
+        return details.with_merged({plan.region_id: plan.last})
+
+    commit_index(
+        table.store,
+        table.storage_options,
+        progress,
+        table.seams,
+        operation=partial(_operation, table, folded),
+    )
+    if done:
+        for fragment in folded.fragments:
+            for file in fragment.files:
+                table.store.delete(f"data/{file.path}")
+        return MergeReport()
+    return MergeReport(len(plan.generations), folded.rows, folded.deleted)
+
+
+def _operation(table: BaseTable, folded: Folded, dataset: lance.LanceDataset) -> Any:
+    new = list(folded.fragments)
+    if folded.keys is None:
+        return lance.LanceOperation.Append(new)
+    changed, removed = [], []
+    fragments = {part.fragment_id: part for part in dataset.get_fragments()}
+    for number, offsets in _superseded(dataset, table.snapshot().shape.key_columns, folded.keys):
+        fragment = fragments[number]
+        if len(offsets) >= fragment.count_rows():
+            removed.append(number)
+            continue
+        lessened = LanceFragment(dataset, None, fragment=fragment._fragment.delete_rows(offsets))
+        changed.append(lessened.metadata)
+    if changed:
+        table.store.sync("_deletions")
+    return lance.LanceOperation.Update(
+        removed_fragment_ids=removed, updated_fragments=changed, new_fragments=new
+    )
+
+
+def _superseded(
+    dataset: lance.LanceDataset, columns: Sequence[str], keys: pa.Array
+) -> Iterator[tuple[int, list[int]]]:
+    """Of each fragment that has rows with these keys its number and their offsets."""
+    scanner = dataset.scanner(columns=list(columns), with_row_address=True)
+    found = [np.empty(0, dtype=np.uint64)]
+    for batch in scanner.to_batches():
+        same = pc.is_in(key_array(batch, columns), value_set=keys)
+        found.append(batch.column(ROW_ADDRESS).filter(same).to_numpy())
+    addresses = np.concatenate(found)
+    owners = addresses >> _OFFSET_BITS
+    for owner in np.unique(owners).tolist():
+        offsets = (addresses[owners == owner] & _OFFSET_MASK).astype(np.int64)
+        yield int(owner), offsets.tolist()
