@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 from lance.mem_wal import CompactedSsTable
 from tests.failures.lake import WAIT_SECONDS, Lake, Process, make_lake, row
+from tests.memwal.searching import search_text
 
 import penstock
 from penstock.errors import Corruption
@@ -27,7 +28,6 @@ from penstock.memwal import names
 from penstock.memwal.index_details import read_details
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest
 from penstock.memwal.regions import load_manifests
-from penstock.memwal.text_search import search_text
 from penstock.storage.faults import FaultStore, Rule
 from penstock.storage.open import open_store
 from penstock.storage.seams import Seams

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from lance.query import FullTextOperator, FullTextQuery, MatchQuery, MultiMatchQuery, PhraseQuery
+from tests.memwal.searching import search_text
 
 import penstock
 from penstock import Table
@@ -23,7 +24,6 @@ from penstock.memwal.text_search import (
     Operator,
     plan_text_hits,
     plan_text_search,
-    search_text,
     text_columns,
 )
 from penstock.memwal.view import View

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from tests.memwal.searching import search_vectors
 
 import penstock
 from penstock import Table
@@ -20,7 +21,6 @@ from penstock.index.ivf import exact_distances
 from penstock.memwal import vector_blocks, view
 from penstock.memwal.filters import Filter
 from penstock.memwal.vector_blocks import FragmentBlock, VectorMemory
-from penstock.memwal.vector_search import search_vectors
 
 Floats = npt.NDArray[np.float32]
 WIDTH = 16
@@ -337,7 +337,7 @@ def test_many_generations_are_searched_as_one(tmp_path: Path, metric: str) -> No
         assert found_ids(table.search(query).nprobes(8).to_arrow()) == expected
         cheap = nearest_ids(table, query, 10, metric, lambda live: pc.less(live["price"], 20))
         assert found_ids(table.search(query).nprobes(8).where("price < 20").to_arrow()) == cheap
-    memory = VectorMemory.of(table._reader)
+    memory = table._reader.memory(VectorMemory)
     (group,) = memory._groups.values()
     assert len(group.generations) > vector_blocks._GROUP_GENERATIONS
     # An older version has only some of the group's generations, and rows that were newest then.
@@ -362,7 +362,7 @@ def test_base_rows_that_the_index_has_not_reached_are_compared_in_memory(
         cheap = nearest_ids(table, query, 10, keep=lambda live: pc.less(live["price"], 9))
         assert found_ids_of(asked.where("price < 9"), key) == cheap
     assert "unindexed fragment 1" in table.search(query).explain()
-    kept = VectorMemory.of(table._reader).blocks._items.values()
+    kept = table._reader.memory(VectorMemory).blocks._items.values()
     (fragment,) = [block for block in kept if isinstance(block, FragmentBlock)]
     assert len(fragment.row_ids) == 200
     # Rows deleted by another tool are at once out of sight, though their vectors were kept.

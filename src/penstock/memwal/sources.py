@@ -165,7 +165,7 @@ class GenerationSource:
         if self._takes > _TAKES_BEFORE_KEPT:
             self._kept_columns(shape, columns)
         kept = self._numbers is not None and all(name in self._columns for name in wanted)
-        if self._numbers is not None and kept and self._is_current(shape):
+        if self._numbers is not None and kept and self.is_current(shape):
             at = np.searchsorted(self._numbers, rows)
             if len(at) == 1:  # slices are views, and many times faster than `take`
                 first = int(at[0])
@@ -175,7 +175,7 @@ class GenerationSource:
 
         def work() -> pa.Table:
             dataset = self.dataset
-            if not self._is_current(shape):
+            if not self.is_current(shape):
                 taken = dataset._take_rows(rows.tolist())
                 return self._aligned(taken, shape).select([*columns, TOMBSTONE])
             taken = dataset._take_rows(rows.tolist(), columns=[*columns, TOMBSTONE])
@@ -200,7 +200,7 @@ class GenerationSource:
             yield from self._scan_kept(kept, columns, where)
             return
         dataset = self.dataset
-        pushed = self._is_current(shape)
+        pushed = self.is_current(shape)
         if not pushed:
             needed = [f.name for f in dataset.schema if f.name != TOMBSTONE]
         batches = self._guarded(
@@ -221,16 +221,11 @@ class GenerationSource:
             if not pushed:
                 table = pa.Table.from_batches([batch]).drop_columns([ROW_ADDRESS])
                 batch = one_batch(self._aligned(table, shape))
-                if where is not None:
-                    matches = where.mask(batch)
-                    batch = chosen_rows(batch, matches)
-                    numbers, dead = numbers[matches], dead[matches]
-            if batch.num_rows:
-                yield batch.select(list(columns)), numbers, dead
+            yield from _matching(batch, numbers, dead, columns, None if pushed else where)
 
     def _kept_columns(self, shape: TableShape, needed: Sequence[str]) -> pa.Table | None:
         """The columns from memory, read into it if need be; None if the generation is large."""
-        if not 0 < self._rows <= _KEPT_ROWS or not self._is_current(shape):
+        if not 0 < self._rows <= _KEPT_ROWS or not self.is_current(shape):
             return None
         missing = [name for name in (*needed, TOMBSTONE) if name not in self._columns]
         if missing or self._numbers is None:
@@ -251,15 +246,9 @@ class GenerationSource:
             numbers = self._numbers[first : first + batch.num_rows]
             first += batch.num_rows
             dead = np.asarray(batch.column(TOMBSTONE))
-            if where is not None:
-                matches = where.mask(batch)
-                if not matches.all():
-                    batch = chosen_rows(batch, matches)
-                    numbers, dead = numbers[matches], dead[matches]
-            if batch.num_rows:
-                yield batch.select(list(columns)), numbers, dead
+            yield from _matching(batch, numbers, dead, columns, where)
 
-    def _is_current(self, shape: TableShape) -> bool:
+    def is_current(self, shape: TableShape) -> bool:
         """Whether its columns are those of the table today, so that Lance can do the work."""
         known = self._compared
         if known is None or known[0] is not shape:
@@ -314,13 +303,7 @@ class MemTableSource:
             numbers = np.arange(first, first + rows.num_rows)
             first += rows.num_rows
             dead = np.asarray(rows.column(TOMBSTONE))
-            if where is not None:
-                matches = where.mask(rows)
-                if not matches.all():
-                    rows = chosen_rows(rows, matches)
-                    numbers, dead = numbers[matches], dead[matches]
-            if rows.num_rows:
-                yield rows.select(list(columns)), numbers, dead
+            yield from _matching(rows, numbers, dead, columns, where)
 
 
 class BaseSource:
@@ -360,6 +343,23 @@ def _offsets(addresses: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.int64]:
     """Row numbers within the only fragment of a generation."""
     offsets: npt.NDArray[np.int64] = (addresses.to_numpy() & _OFFSET_MASK).astype(np.int64)
     return offsets
+
+
+def _matching(
+    rows: pa.RecordBatch,
+    numbers: npt.NDArray[Any],
+    dead: Mask,
+    columns: Sequence[str],
+    where: Filter | None,
+) -> Iterator[Scanned]:
+    """These columns of the rows in memory that match, if there are any."""
+    if where is not None:
+        matches = where.mask(rows)
+        if not matches.all():
+            rows = chosen_rows(rows, matches)
+            numbers, dead = numbers[matches], dead[matches]
+    if rows.num_rows:
+        yield rows.select(list(columns)), numbers, dead
 
 
 def _in_blocks(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

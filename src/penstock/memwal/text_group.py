@@ -21,16 +21,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.index.text import Postings
 from penstock.index.text_block import TextBlock, block_of_rows, merge_blocks
-from penstock.memwal.text_parts import BlockText, Int32s, Numbers
+from penstock.memwal.text_parts import BlockText, Numbers
 
 MOST_RUNS = 3
 """So many blocks and groups of one kind are asked one by one."""
 _WORTH = 2
 
 
-class GroupText:
+class GroupText(BlockText):
     """Several sources, whose rows follow each other."""
 
     def __init__(
@@ -40,21 +39,9 @@ class GroupText:
         numbers: Numbers | None,
         members: Mapping[Hashable, slice],
     ) -> None:
+        super().__init__(block, numbers)
         self.kind = kind
-        self.block = block
-        self.numbers = numbers
         self.members = members
-
-    @property
-    def nbytes(self) -> int:
-        return self.block.nbytes + (0 if self.numbers is None else self.numbers.nbytes)
-
-    @property
-    def lengths(self) -> Int32s:
-        return self.block.lengths
-
-    def postings(self, terms: Sequence[str], first: int, positions: bool) -> list[Postings | None]:
-        return self.block.postings(terms, first=first, positions=positions)
 
     def of(self, wanted: set[Hashable]) -> GroupText:
         """The members that are wanted."""

@@ -50,7 +50,7 @@ from penstock.memwal.text_parts import (
 )
 
 if TYPE_CHECKING:
-    from penstock.memwal.view import Reader, View
+    from penstock.memwal.view import View
 
 TEXT_CACHE_BYTES = 256 << 20
 """Tokenised generations and fragments, once for those by themselves and once for groups."""
@@ -107,14 +107,6 @@ class TextMemory:
         self.standings: FewCache[Any] = FewCache(_STANDINGS)
         self.counted: ByteCache[Any] = ByteCache(COUNTED_CACHE_BYTES, "text counts")
         """What `text_standing` worked out for base versions and generations."""
-
-    @classmethod
-    def of(cls, reader: Reader) -> TextMemory:
-        with _memories_lock:
-            known = _memories.get(reader)
-            if known is None:
-                known = _memories[reader] = cls()
-            return known
 
     # --- columns ---
 
@@ -266,8 +258,6 @@ class TextMemory:
             return None
 
 
-_memories: weakref.WeakKeyDictionary[Reader, TextMemory] = weakref.WeakKeyDictionary()
-_memories_lock = threading.Lock()
 _serials = itertools.count()
 
 

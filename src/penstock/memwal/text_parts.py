@@ -188,7 +188,7 @@ class IndexedText:
 
 def generation_texts(shape: TableShape, source: GenerationSource, column: str) -> Texts:
     """The texts of a generation, kept by nobody."""
-    if not source._is_current(shape):
+    if not source.is_current(shape):
         for batch, numbers, _ in source.scan(shape, [column], None):
             assert numbers is not None
             yield batch.column(column), numbers

@@ -28,8 +28,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
-import pyarrow as pa
-
 from penstock.errors import InvalidInput
 from penstock.index.bm25 import Operator
 from penstock.memwal.hits import Hits, SortExec
@@ -57,7 +55,7 @@ OPERATORS: tuple[str, ...] = get_args(Operator)
 
 def text_columns(view: View) -> list[str]:
     """The columns that have a full-text index."""
-    return TextMemory.of(view.reader).columns(view)
+    return view.reader.memory(TextMemory).columns(view)
 
 
 def plan_text_hits(
@@ -102,35 +100,6 @@ def plan_text_search(
     return GlobalLimitExec(k, offset, ordered)
 
 
-def search_text(
-    view: View,
-    columns: Sequence[str],
-    text: str,
-    k: int | None,
-    *,
-    operator: Operator = "or",
-    boosts: Mapping[str, float] | None = None,
-    where: Filter | None = None,
-    select: Sequence[str] | None = None,
-    offset: int = 0,
-) -> pa.Table:
-    """The rows of `plan_text_search`."""
-    plan = plan_text_search(
-        view,
-        columns,
-        text,
-        k,
-        operator=operator,
-        boosts=boosts,
-        where=where,
-        select=select,
-        offset=offset,
-    )
-    fields = [view.shape.schema.field(name) for name in _selected(view, select)]
-    schema = pa.schema([*fields, pa.field(SCORE, pa.float32())])
-    return pa.Table.from_batches([chunk.rows for chunk in plan.stream()], schema)
-
-
 def _together(view: View) -> list[list[int]]:
     """Places of sources that are searched in one go, the newest first."""
     places = list(reversed(range(len(view.sources))))
@@ -165,7 +134,7 @@ def _asked(
             raise InvalidInput(f"the boost of {name!r} must be a number, not {boost!r}")
         if not (math.isfinite(boost) and boost > 0):
             raise InvalidInput(f"the boost of {name!r} must be positive, but it is {boost}")
-    memory = TextMemory.of(view.reader)
+    memory = view.reader.memory(TextMemory)
     asked = []
     for name in columns:
         column = memory.column(view, name)

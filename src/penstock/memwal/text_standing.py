@@ -161,7 +161,7 @@ class Standing:
 
 
 def standing(view: View, column: TextColumn) -> Standing:
-    memory = TextMemory.of(view.reader)
+    memory = view.reader.memory(TextMemory)
     states = tuple(memory.state(source) for source in view.sources)
     key = ("standing", column.key, view.base.version, states)
     found: Standing = memory.standings.get(key, lambda: _work_out(view, column, memory))

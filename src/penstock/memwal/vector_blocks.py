@@ -45,7 +45,7 @@ from penstock.memwal.wal import TOMBSTONE
 
 if TYPE_CHECKING:
     from penstock.memwal.filters import Filter
-    from penstock.memwal.view import Reader, View
+    from penstock.memwal.view import View
 
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -150,14 +150,6 @@ class VectorMemory:
         self._lock = threading.Lock()
         self._grouping = threading.Lock()
 
-    @classmethod
-    def of(cls, reader: Reader) -> VectorMemory:
-        with _memories_lock:
-            known = _memories.get(reader)
-            if known is None:
-                known = _memories[reader] = cls()
-            return known
-
     def column(self, view: View, name: str, metric: str | None) -> VectorColumn:
         """The column as of a view, with the index for a metric (any metric if None)."""
         key = (view.base.version, name, metric)
@@ -181,7 +173,7 @@ class VectorMemory:
         kept = []
         for size_bytes, _, source in sorted(sizes, key=lambda size: size[:2]):
             # Lance can only search columns that are still what they were when it wrote them.
-            if size_bytes <= left_bytes or not source._is_current(view.shape):
+            if size_bytes <= left_bytes or not source.is_current(view.shape):
                 left_bytes -= size_bytes
                 kept.append(source)
         return kept
@@ -252,10 +244,6 @@ class VectorMemory:
 
 def _block_key(source: GenerationSource, column: VectorColumn) -> Hashable:
     return (source.region_id, source.path, column.field_id, column.segments)
-
-
-_memories: weakref.WeakKeyDictionary[Reader, VectorMemory] = weakref.WeakKeyDictionary()
-_memories_lock = threading.Lock()
 
 
 def physical_rows(view: View, source: GenerationSource) -> int:
@@ -364,7 +352,7 @@ def _load_fragment(
 
 def _stored(view: View, source: GenerationSource, name: str) -> Iterator[tuple[pa.Array, Rows]]:
     """The live vectors of a generation and their row numbers, kept by nobody."""
-    if not source._is_current(view.shape):
+    if not source.is_current(view.shape):
         for batch, numbers, dead in source.scan(view.shape, [name], None):
             live = np.flatnonzero(~dead) if dead is not None else np.arange(batch.num_rows)
             assert numbers is not None

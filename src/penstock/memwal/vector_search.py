@@ -152,44 +152,6 @@ class FilterStaleExec(Node[Hits]):
         return ~np.asarray(pc.is_in(keys, value_set=view.freshness.distinct))
 
 
-def search_vectors(
-    view: View,
-    column: str,
-    query: Floats,
-    k: int,
-    *,
-    nprobes: int | None = None,
-    refine: int | None = None,
-    where: Filter | None = None,
-    metric: str | None = None,
-    columns: Sequence[str] | None = None,
-    distance_range: Range | None = None,
-    offset: int = 0,
-) -> pa.Table:
-    """The `k` nearest rows after the first `offset`, nearest first, with their `_distance`.
-
-    `distance_range` keeps distances from the first up to, not including, the second. The metric
-    is that of the column's index unless given, or `l2` if there is none.
-    """
-    plan = plan_vector_search(
-        view,
-        column,
-        query,
-        k,
-        nprobes=nprobes,
-        refine=refine,
-        where=where,
-        metric=metric,
-        columns=columns,
-        distance_range=distance_range,
-        offset=offset,
-    )
-    chosen = checked_columns(view, columns)
-    schema = pa.schema([view.shape.schema.field(name) for name in chosen])
-    schema = schema.append(pa.field(DISTANCE, pa.float32()))
-    return pa.Table.from_batches([chunk.rows for chunk in plan.stream()], schema)
-
-
 def plan_vector_search(
     view: View,
     column: str,
@@ -204,7 +166,11 @@ def plan_vector_search(
     distance_range: Range | None = None,
     offset: int = 0,
 ) -> Node[Chunk]:
-    """The plan of such a search."""
+    """The `k` nearest rows after the first `offset`, nearest first, with their `_distance`.
+
+    `distance_range` keeps distances from the first up to, not including, the second. The metric
+    is that of the column's index unless given, or `l2` if there is none.
+    """
     chosen = checked_columns(view, columns)
     rows = k + offset if k else 0
     hits = plan_vector_hits(
@@ -239,7 +205,7 @@ def plan_vector_hits(
 
     `columns` are those that will be wanted of them, to be read on the way where that is cheap.
     """
-    memory = VectorMemory.of(view.reader)
+    memory = view.reader.memory(VectorMemory)
     described = memory.column(view, column, metric)
     used_metric = metric or described.metric or "l2"
     if used_metric not in METRICS:

@@ -74,6 +74,7 @@ CONSISTENCIES = ("strong", "eventual")
 _NO_INDEXES = LiveIndexes([], pa.schema([]))
 
 T = TypeVar("T")
+M = TypeVar("M")
 LeaveOut = Callable[[BaseSnapshot, Sequence[RegionManifest]], Collection[uuid.UUID]]
 """Which regions a read does not need, of those that the reader has met before."""
 
@@ -227,6 +228,7 @@ class Reader:
         self._known: dict[uuid.UUID, RegionManifest] = {}
         """A manifest of each region met so far: which values it stands for never changes."""
         self._last: View | None = None
+        self._memories: dict[type[object], object] = {}
         self._snapshots: FewCache[tuple[RegionManifest, ...]] = FewCache(_KEPT_SNAPSHOTS)
         self._lock = threading.Lock()
 
@@ -329,6 +331,15 @@ class Reader:
         if last is None or last.base is not base or not _same_sources(last.given, regions):
             last = self._last = View(self, base, regions)
         return last
+
+    def memory(self, kind: type[M]) -> M:
+        """What a kind of search keeps between reads of this table; made when first asked for."""
+        with self._lock:
+            known = self._memories.get(kind)
+            if known is None:
+                known = self._memories[kind] = kind()
+        assert isinstance(known, kind)
+        return known
 
     def forget(self) -> None:
         """Let go of the last view, and with it of the rows in memory that it has."""
