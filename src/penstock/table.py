@@ -17,21 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import pyarrow as pa
 
 from penstock.errors import Fenced, InvalidInput, WriterClosed
-from penstock.memwal import create_index as index_creation
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details
 from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
 from penstock.memwal.lookup import get_many, plan_lookup, regions_without
-from penstock.memwal.merge import MERGE_ROWS, MergeReport, merge_all
-from penstock.memwal.region_spec import RegionBy, bind
 from penstock.memwal.scan import checked_columns, count_view, plan_scan, scan_view
-from penstock.memwal.snapshots import build_snapshot
 from penstock.memwal.status import TableStatus, table_status
 from penstock.memwal.table_writer import TableWriter
 from penstock.memwal.view import Reader, View
 from penstock.memwal.writer import RegionWriter
 from penstock.query import HybridQuery, TextQuery, VectorQuery, search
+from penstock.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from penstock.memwal.filters import Filter
@@ -42,10 +38,10 @@ _REOPEN_ATTEMPTS = 16
 T = TypeVar("T")
 
 
-class Table:
+class Table(Upkeep):
     def __init__(self, name: str, base: BaseTable) -> None:
+        super().__init__(base)
         self.name = name
-        self._base = base
         self._lock = threading.Lock()
         self._shared: TableWriter | None = None
         self._left: set[uuid.UUID] = set()
@@ -304,59 +300,6 @@ class Table:
 
     def status(self) -> TableStatus:
         return table_status(self._base)
-
-    # --- administration --------------------------------------------------------------------
-
-    def create_index(
-        self, column: str, kind: str, *, name: str | None = None, **options: Any
-    ) -> str:
-        """Create an index; returns its name.
-
-        Kinds: `ivf_flat`, `ivf_pq`, `ivf_sq` (with `metric`, `num_partitions`, …), `fts`, `btree`,
-        `bitmap`. Writers opened from now on maintain it.
-        """
-        chosen = index_creation.create_index(
-            self._base, column, kind, name=name, live=self.to_arrow, options=options
-        )
-        self.close()
-        return chosen
-
-    def set_regions(self, regions: RegionBy | Sequence[RegionBy]) -> int:
-        """Divide the table anew; returns the id of the new region spec.
-
-        Regions of the old spec are flushed and sealed by the next writer that opens.
-        """
-        shape = self._base.snapshot().shape
-
-        def change(current: MemWalIndexDetails | None) -> MemWalIndexDetails:
-            assert current is not None
-            specs = current.region_specs
-            spec_id = max((spec.spec_id for spec in specs), default=0) + 1
-            spec = bind(regions, shape.schema, shape.field_ids, shape.key_columns, spec_id)
-            return current.with_spec(spec)
-
-        details = commit_details(
-            self._base.store, self._base.storage_options, change, self._base.seams
-        )
-        assert details is not None
-        assert details.current_spec is not None
-        self.close()
-        return details.current_spec.spec_id
-
-    def merge(self, *, max_rows: int = MERGE_ROWS) -> MergeReport:
-        """Fold what is flushed into the base table, where every Lance tool finds it.
-
-        At most `max_rows` rows of a region are folded at a time, which bounds memory.
-        """
-        return merge_all(self._base, max_rows=max_rows)
-
-    def snapshot(self) -> int:
-        """Bring what is flushed into the table's newest version, for eventual reads and others.
-
-        Returns the version that holds it, which can be read as it is now for as long as the
-        version and its generations are kept. Rows that are only in the log are not in it.
-        """
-        return build_snapshot(self._base)
 
     # --- details ---------------------------------------------------------------------------
 
