@@ -197,7 +197,7 @@ def test_failure_18_a_merger_that_crashed_after_its_commit(tmp_path: Path) -> No
     table.upsert([row(1, "second")])
     table.flush()
     following = lake.reader()
-    assert [g.generation for g in only_plan(following).generations] == [2]
+    assert [g.generation for _, g in only_plan(following).generations] == [2]
     assert following.merge().generations == 1
     assert plain(table) == {1: "second"}
 
@@ -363,8 +363,24 @@ def test_regions_of_a_newer_spec_wait_for_those_of_an_older_one(tmp_path: Path) 
     new.flush()
     specs = {m.region_id: m.region_spec_id for m in load_manifests(lake.store, new._base.seams)}
     plans, waiting = plan_merges(new._base)
-    assert [specs[plan.region_id] for plan in plans] == [min(specs.values())] * 2
+    (plan,) = plans
+    assert [specs[part.region_id] for part in plan.parts] == [min(specs.values())] * 2
     assert waiting == sum(spec == max(specs.values()) for spec in specs.values())
     assert new.merge().waiting == 0
     expected = dict.fromkeys(range(5), "new") | dict.fromkeys(range(5, 10), "old")
     assert plain(new) == live(new) == live(lake.reader()) == expected
+
+
+def test_regions_are_merged_in_one_version_as_far_as_max_rows_allows(tmp_path: Path) -> None:
+    table = make_lake(tmp_path, regions=penstock.bucket("id", 4)).process().table
+    for value in ("old", "new"):
+        table.upsert([row(key, value) for key in range(40)])
+        table.flush()
+    version = table.version
+    assert table.merge(max_rows=40).generations == 8
+    assert table.version == version + 2  # two regions of twenty rows each at a time
+    table.upsert([row(key, "newest") for key in range(40)])
+    table.flush()
+    assert table.merge().generations == 4
+    assert table.version == version + 3
+    assert plain(table) == live(table) == dict.fromkeys(range(40), "newest")

@@ -21,7 +21,7 @@ between them, and their newer rows would be overwritten by older ones.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,10 +29,10 @@ from typing import Any
 import lance
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
 from penstock.errors import Corruption, InvalidInput
+from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import key_array, key_type, newest_rows
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.freshness import Mask
@@ -43,12 +43,14 @@ from penstock.memwal.sources import ROW_ADDRESS, GenerationSource, chosen_rows
 
 MERGE_ROWS = 1_000_000
 """Rows of generations that are folded at a time; at least one generation, however large."""
+_LOOKED_UP_ROWS = 65_536
+"""Rows of the base whose keys are compared at a time."""
 _OFFSET_BITS = np.uint64(32)
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True)
-class MergePlan:
+class RegionPart:
     """Generations of one region that are merged together, oldest first."""
 
     region_id: uuid.UUID
@@ -62,6 +64,25 @@ class MergePlan:
     @property
     def last(self) -> int:
         return self.generations[-1].generation
+
+    @property
+    def rows(self) -> int:
+        return sum(generation.physical_rows or 0 for generation in self.generations)
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """What is folded together and becomes one version: parts of regions that share no key."""
+
+    parts: tuple[RegionPart, ...]
+
+    @property
+    def generations(self) -> list[tuple[uuid.UUID, FlushedGeneration]]:
+        return [(part.region_id, found) for part in self.parts for found in part.generations]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,8 +127,7 @@ def merge_all(table: BaseTable, *, max_rows: int = MERGE_ROWS) -> MergeReport:
         for manifest in load_manifests(table.store, table.seams)
     }
     while True:
-        plans, waiting = plan_merges(table, max_rows=max_rows)
-        plans = [plan for plan in plans if plan.last <= upto.get(plan.region_id, 0)]
+        plans, waiting = plan_merges(table, max_rows=max_rows, upto=upto)
         if not plans:
             return report + MergeReport(waiting=waiting)
         for plan in plans:
@@ -117,8 +137,18 @@ def merge_all(table: BaseTable, *, max_rows: int = MERGE_ROWS) -> MergeReport:
 # --- plan ----------------------------------------------------------------------------------
 
 
-def plan_merges(table: BaseTable, *, max_rows: int = MERGE_ROWS) -> tuple[list[MergePlan], int]:
-    """The next merge of every region that may go on, and how many generations have to wait."""
+def plan_merges(
+    table: BaseTable,
+    *,
+    max_rows: int = MERGE_ROWS,
+    upto: Mapping[uuid.UUID, int] | None = None,
+    together: bool = True,
+) -> tuple[list[MergePlan], int]:
+    """The next merges of the regions that may go on, and how many generations have to wait.
+
+    `together` puts regions into one plan as far as `max_rows` allows, for fewer versions and
+    larger fragments; else each has a plan of its own. With `upto`, only generations up to those.
+    """
     base = table.snapshot()
     manifests = load_manifests(table.store, table.seams)
     unmerged = {m.region_id: _unmerged(base, m) for m in manifests}
@@ -128,17 +158,25 @@ def plan_merges(table: BaseTable, *, max_rows: int = MERGE_ROWS) -> tuple[list[M
         if unmerged[m.region_id] or m.status is not RegionStatus.SEALED
     ]
     oldest = min(unfinished, default=0)
-    plans, waiting = [], 0
+    plans: list[MergePlan] = []
+    waiting = 0
     for manifest in sorted(manifests, key=lambda m: (m.region_spec_id, m.region_id)):
         generations = unmerged[manifest.region_id]
-        if not generations:
-            continue
         if manifest.region_spec_id > oldest:
             waiting += len(generations)
             continue
+        if upto is not None:
+            last = upto.get(manifest.region_id, 0)
+            generations = [found for found in generations if found.generation <= last]
+        if not generations:
+            continue
         rows = np.cumsum([generation.physical_rows or 0 for generation in generations])
         count = max(1, int(np.searchsorted(rows, max_rows, side="right")))
-        plans.append(MergePlan(manifest.region_id, tuple(generations[:count])))
+        part = RegionPart(manifest.region_id, tuple(generations[:count]))
+        if together and plans and plans[-1].rows + part.rows <= max_rows:
+            plans[-1] = MergePlan((*plans[-1].parts, part))
+        else:
+            plans.append(MergePlan((part,)))
     return plans, waiting
 
 
@@ -161,13 +199,13 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
     """Write the newest live row of each key as fragments; they are in no version yet."""
     base = table.snapshot()
 
-    def source(generation: FlushedGeneration) -> GenerationSource:
-        return GenerationSource(table.store, table.storage_options, plan.region_id, generation)
+    def source(region_id: uuid.UUID, generation: FlushedGeneration) -> GenerationSource:
+        return GenerationSource(table.store, table.storage_options, region_id, generation)
 
     shape, keys = base.shape, None
     masks: list[Mask | None] = [None] * len(plan.generations)
     if shape.key_columns:
-        parts = [source(generation).keys() for generation in plan.generations]
+        parts = [source(*generation).keys() for generation in plan.generations]
         every = pa.concat_arrays([pa.array([], key_type(shape.schema, shape.key_columns)), *parts])
         newest = newest_rows(every)
         keys = every.filter(pa.array(newest))
@@ -178,7 +216,7 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
     def rows() -> Iterator[pa.RecordBatch]:
         for generation, mask in zip(plan.generations, masks, strict=True):
             # Opened here, so that what it keeps in memory goes with it.
-            for batch, numbers, dead in source(generation).scan(shape, shape.schema.names, None):
+            for batch, numbers, dead in source(*generation).scan(shape, shape.schema.names, None):
                 assert numbers is not None
                 kept = np.ones(batch.num_rows, dtype=np.bool_) if mask is None else mask[numbers]
                 if dead is not None:
@@ -209,17 +247,20 @@ def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[
 
 
 def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
-    """Publish folded rows and their progress, unless somebody else has merged them already."""
+    """Publish folded rows and their progress, unless somebody else has merged some of them.
+
+    Then nothing is done, and what is left to do has to be planned again.
+    """
     plan = folded.plan
     done = False
 
     def progress(details: MemWalIndexDetails | None) -> MemWalIndexDetails | None:
         nonlocal done
         assert details is not None
-        done = details.merged(plan.region_id) != plan.after
+        done = any(details.merged(part.region_id) != part.after for part in plan.parts)
         if done:
             return None
-        return details.with_merged({plan.region_id: plan.last})
+        return details.with_merged({part.region_id: part.last for part in plan.parts})
 
     commit_index(
         table.store,
@@ -260,11 +301,14 @@ def _superseded(
     dataset: lance.LanceDataset, columns: Sequence[str], keys: pa.Array
 ) -> Iterator[tuple[int, list[int]]]:
     """Of each fragment that has rows with these keys its number and their offsets."""
-    scanner = dataset.scanner(columns=list(columns), with_row_address=True)
+    wanted = KeyIndex(keys, np.arange(len(keys), dtype=np.uint64))
+    scanner = dataset.scanner(
+        columns=list(columns), with_row_address=True, batch_size=_LOOKED_UP_ROWS
+    )
     found = [np.empty(0, dtype=np.uint64)]
     for batch in scanner.to_batches():
-        same = pc.is_in(key_array(batch, columns), value_set=keys)
-        found.append(batch.column(ROW_ADDRESS).filter(same).to_numpy())
+        same = wanted.find(key_array(batch, columns)) != NOT_FOUND
+        found.append(batch.column(ROW_ADDRESS).to_numpy()[same])
     addresses = np.concatenate(found)
     owners = addresses >> _OFFSET_BITS
     for owner in np.unique(owners).tolist():
