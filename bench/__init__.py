@@ -1,1 +1,5 @@
-"""Benchmarks: programs that compare, in one run, with what a user would pick instead."""
+"""Benchmarks: programs that print figures, never tests. Run them as `python -m bench.<name>`."""
+
+import os
+
+os.environ.setdefault("LANCE_LOG", "error")

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lance
@@ -16,9 +17,10 @@ from penstock.index.primary_key import check_key_type, mark_primary_key
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.flush import check_field_ids
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details
+from penstock.memwal.index_details import MemWalIndexDetails, commit_details, last_details
 from penstock.memwal.region_spec import RegionBy, bind, unsharded
-from penstock.memwal.shape import TableShape
+from penstock.memwal.regions import list_region_ids
+from penstock.memwal.shape import TableShape, check_column_names
 from penstock.memwal.wal import TOMBSTONE
 from penstock.storage.objects import ObjectStore
 from penstock.storage.open import open_store
@@ -169,14 +171,7 @@ def _checked_schema(schema: pa.Schema, keys: list[str]) -> pa.Schema:
         raise InvalidInput(f"schema must be a pyarrow.Schema, not {type(schema).__name__}")
     if not len(schema):
         raise InvalidInput("a table needs at least one column")
-    if len(set(schema.names)) != len(schema.names):
-        raise InvalidInput(f"a column appears twice among {schema.names}")
-    for name in schema.names:
-        if not name or name.startswith("_") or "\0" in name or "." in name or "`" in name:
-            raise InvalidInput(
-                f"{name!r} cannot name a column: no leading '_' ({TOMBSTONE}, _rowid and the like "
-                "are taken), no '.', no '`', not empty"
-            )
+    check_column_names(schema.names)
     return mark_primary_key(schema, keys)
 
 
@@ -201,6 +196,11 @@ def _initialize(
     def change(current: MemWalIndexDetails | None) -> MemWalIndexDetails | None:
         if current is not None:
             return None
+        earlier = last_details(base.store) if list_region_ids(base.store) else None
+        if earlier is not None:
+            # Somebody replaced the table or dropped the index. The regions are still there, and
+            # what of them was merged must not be merged again.
+            return replace(earlier, inline_snapshots=None, index_catchup={})
         fresh = MemWalIndexDetails(writer_config_defaults=defaults)
         return fresh.with_spec(spec)
 

@@ -38,3 +38,7 @@ cache_misses = _counter("cache_misses", "Reads that had to fill a reader cache",
 cache_evictions = _counter("cache_evictions", "Values dropped for a cache's limit", "cache")
 cache_bytes = _gauge("cache_bytes", "Bytes in a reader cache when it was last filled", "cache")
 stale_views = _counter("stale_views", "Views taken again because something vanished under them")
+failed_advances = _counter("failed_advances", "Versions of the base that could not be tried beforehand")
+gc_files = _counter("gc_files", "Files removed by clean-up", "what")
+gc_bytes = _counter("gc_bytes", "Bytes of files removed by clean-up", "what")
+gc_postponed = _counter("gc_postponed", "Regions whose generations clean-up left for the next time")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ import pyarrow as pa
 from penstock.errors import Fenced, InvalidInput, WriterClosed
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
-from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
+from penstock.memwal.ingest import keys_to_arrays, reusable_rows
 from penstock.memwal.lookup import get_many, plan_lookup, regions_without
 from penstock.memwal.scan import checked_columns, count_view, plan_scan, scan_view
 from penstock.memwal.status import TableStatus, table_status
@@ -30,7 +30,9 @@ from penstock.query import HybridQuery, TextQuery, VectorQuery, search
 from penstock.upkeep import Upkeep
 
 if TYPE_CHECKING:
+    from penstock.memwal.changes import ChangeReport
     from penstock.memwal.filters import Filter
+    from penstock.memwal.merge_insert import MergeInsert
 
 Writer = TableWriter
 _REOPEN_ATTEMPTS = 16
@@ -75,14 +77,46 @@ class Table(Upkeep):
 
     def upsert(self, data: Any) -> int:
         """Insert rows, or replace those with the same key; returns when they are durable."""
-        writer = self._shared_writer()
-        batch = data if isinstance(data, pa.RecordBatch) else rows_to_batch(data, writer.shape)
-        return self._with_shared(lambda shared: shared.upsert(batch))
+        rows = reusable_rows(data)
+        return self._with_shared(lambda shared: shared.upsert(rows))
 
-    def delete(self, *, keys: Any) -> int:
-        """Delete rows by key; returns when the deletes are durable."""
+    def delete(self, *, keys: Any = None, where: str | None = None) -> int:
+        """Delete rows by key, or those that match a condition; returns when that is durable.
+
+        Returns how many keys were given, or how many rows matched. `where="true"` deletes all.
+        """
+        if (keys is None) == (where is None):
+            given = "None of them" if keys is None else "both"
+            raise InvalidInput(
+                "delete needs a list of keys or a condition, keys=[…] or where='…', one of the "
+                f"two; {given} was given"
+            )
+        if where is not None:
+            from penstock.memwal.changes import delete_rows
+
+            return delete_rows(_Access(self), where).rows
         arrays = keys_to_arrays(keys, self._shared_writer().shape)
         return self._with_shared(lambda shared: shared.delete(pa.table(arrays)))
+
+    def update(self, *, where: str, values: Mapping[str, Any]) -> ChangeReport:
+        """Set columns of the rows that match a condition; returns when that is durable.
+
+        A string is an SQL expression over the row as it was: `{"price": "price * 2", "name":
+        "'new'"}`. Anything else is a value. The last writer of a row wins.
+        """
+        from penstock.memwal.changes import update_rows
+
+        return update_rows(_Access(self), where, values)
+
+    def merge_insert(self, on: str | Sequence[str] | None = None) -> MergeInsert:
+        """Match rows of data with rows of the table by `on` (the primary key if not given).
+
+        What is to become of those that match and of those that do not, the builder is told;
+        `execute(data)` does it.
+        """
+        from penstock.memwal.merge_insert import MergeInsert
+
+        return MergeInsert(_Access(self), on)
 
     def writer(
         self,
@@ -110,25 +144,22 @@ class Table(Upkeep):
 
         With `recover`, also what writers that are gone left in the WAL; that claims their regions.
         """
-        with self._lock:
-            left, self._left = self._left, set()
-        if recover or left:
+        if recover or self._left:
+            # First, because one that is outdated is let go, and leaves what it held.
+            shared = self._shared_writer()
+            with self._lock:
+                left, self._left = self._left, set()
             held = {writer.region_id for writer in self._region_writers() if _stands(writer)}
             wanted = (lambda region: region not in held) if recover else left.__contains__
-            self._shared_writer().claim_all(wanted)
+            shared.claim_all(wanted)
         for writer in self._tracked():
             if not writer.closed:
                 writer.flush()
 
     def close(self) -> None:
         """Let go of the writer that `upsert` and `delete` keep; the rows stay where they are."""
-        with self._lock:
-            shared, self._shared = self._shared, None
         self._reader.forget()
-        if shared is not None:
-            shared.close(flush=False)
-            with self._lock:
-                self._left.update(writer.region_id for writer in shared.region_writers())
+        self._let_go(self._shared)
 
     # --- reading ---------------------------------------------------------------------------
     #
@@ -155,6 +186,7 @@ class Table(Upkeep):
             leave_out=lambda base, regions: regions_without(
                 base, regions, keys_to_arrays(given, base.shape)
             ),
+            kind="lookup",
         )
 
     def explain_get(
@@ -176,7 +208,7 @@ class Table(Upkeep):
 
     def to_arrow(self, *, consistency: str = "strong", version: int | None = None) -> pa.Table:
         """Every row."""
-        return self.scan(consistency=consistency, version=version).read_all()
+        return self._read(lambda view: scan_view(view).read_all(), consistency, version)
 
     def scan(
         self,
@@ -286,7 +318,10 @@ class Table(Upkeep):
         self._reader.check(consistency, version)
 
         def read(work: Callable[[View], T]) -> T:
-            return self._read(work, consistency, version)
+            kind = "text" if isinstance(query, str) else "vector" if vector is None else "hybrid"
+            return self._reader.read(
+                self._region_writers, work, consistency=consistency, version=version, kind=kind
+            )
 
         return search(
             read,
@@ -311,7 +346,20 @@ class Table(Upkeep):
     def _default_config(self) -> WriterConfig:
         return WriterConfig().with_defaults(self._base.snapshot().details.writer_config_defaults)
 
+    def _let_go(self, shared: TableWriter | None) -> None:
+        """Close the shared writer, unless another thread has."""
+        with self._lock:
+            if shared is None or shared is not self._shared:
+                return
+            self._shared = None
+        shared.close(flush=False)
+        with self._lock:
+            self._left.update(writer.region_id for writer in shared.region_writers())
+
     def _shared_writer(self) -> TableWriter:
+        shared = self._shared
+        if shared is not None and shared.outdated:
+            self._let_go(shared)
         with self._lock:
             if self._shared is None or self._shared.closed:
                 config = self._default_config().with_options({"durable": True})
@@ -319,13 +367,16 @@ class Table(Upkeep):
             return self._shared
 
     def _with_shared(self, work: Callable[[TableWriter], int]) -> int:
-        """Run `work` on the shared writer, on the next one if another thread closes it first."""
+        """Run `work` on the shared writer, on the next one if this one is closed or outdated."""
         for _ in range(_REOPEN_ATTEMPTS):
             writer = self._shared_writer()
             try:
                 return work(writer)
             except WriterClosed:
                 if not writer.closed:
+                    raise
+            except InvalidInput:
+                if not writer.outdated:
                     raise
         raise WriterClosed(f"{self.uri}: the writer is closed again and again by other threads")
 
@@ -341,6 +392,27 @@ class Table(Upkeep):
     def _region_writers(self) -> list[RegionWriter]:
         writers = [writer for writer in self._tracked() if not writer.released]
         return [region for writer in writers for region in writer.region_writers()]
+
+
+class _Access:
+    """What changes of rows need of a table (`memwal.changes.Access`)."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    @property
+    def base(self) -> BaseTable:
+        return self._table._base
+
+    def read(self, work: Callable[[View], T]) -> T:
+        return self._table._read(work, "strong", None)
+
+    def write(self, work: Callable[[TableWriter], int]) -> int:
+        return self._table._with_shared(work)
+
+    def settle(self) -> None:
+        self._table.flush(recover=True)
+        self._table.merge()
 
 
 def _filter(sql: str | None, view: View) -> Filter | None:

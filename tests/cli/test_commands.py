@@ -1,20 +1,29 @@
-"""`penstock status` and `penstock inspect` on a table whose history is known."""
+"""The commands on a table whose history is known: look at it, examine it, keep it healthy."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lance
 import pyarrow as pa
 import pytest
+from tests.refusals import snapshot
 from tests.s3_server import S3Server
 from typer.testing import CliRunner
 
 import penstock
 from penstock.cli.main import app
 from penstock.memwal import names
+from penstock.storage.clock import SystemClock
 from penstock.table import Table
 
 SCHEMA = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("body", pa.string())])
@@ -53,11 +62,38 @@ def region_with_tail(table: Table) -> str:
 
 def test_status_of_a_table_and_of_a_database(table: Table) -> None:
     (status,) = json.loads(output("status", table.uri, "--json"))
-    assert status == json.loads(json.dumps(table.status().to_dict()))
-    assert json.loads(output("status", str(Path(table.uri).parent), "--json")) == [status]
+    assert timeless(status) == timeless(json.loads(json.dumps(table.status().to_dict())))
+    (same,) = json.loads(output("status", str(Path(table.uri).parent), "--json"))
+    assert timeless(same) == timeless(status)
     text = output("status", table.uri)
     for region in table.status().regions:
         assert str(region.region_id) in text
+    for words in ("0 rows in the base table", "2 generations unmerged", "no snapshot", "body_idx"):
+        assert words in text
+
+
+def timeless(status: dict[str, Any]) -> dict[str, Any]:
+    """A status without what changes while nobody does anything."""
+    regions = [{**region, "freshness_seconds": None} for region in status["regions"]]
+    return {**status, "freshness_seconds": None, "regions": regions}
+
+
+def test_status_is_watched_until_it_is_interrupted(table: Table) -> None:
+    command = [sys.executable, "-W", "error", "-m", "penstock.cli.main"]
+    command += ["status", table.uri, "--watch", "--every", "0.1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as watching:
+        assert watching.stdout is not None
+        heads = 0
+        for line in watching.stdout:
+            heads += line.startswith(table.uri)
+            if heads == 3:
+                break
+        watching.send_signal(signal.SIGINT)
+        _, errors = watching.communicate(timeout=60)
+    assert watching.returncode == 0
+    assert errors == ""
 
 
 def test_inspect_tells_every_field_of_a_wal_entry(table: Table) -> None:
@@ -108,16 +144,98 @@ def test_inspect_knows_fences_manifests_generations_regions_and_tables(table: Ta
         assert generation["indexes"] == ["body_idx"]
 
     described = report("inspect", table.uri)
+    assert described == json.loads(table.inspect().to_json())
     assert described["primary_key"] == ["id"]
     assert len(described["regions"]) == 2
-    spec = described["mem_wal_index"]["region_specs"][0]["fields"][0]
+    spec = described["region_specs"][0]["fields"][0]
     assert (spec["transform"], spec["parameters"]) == ("bucket", {"num_buckets": "2"})
     for path, words in [
         (region, "fence_positions"),
-        (table.uri, "mem_wal_index"),
+        (table.uri, "bucket(id, 2)"),
         (f"{region}/{flushed['path']}", "superseded_rows"),
     ]:
         assert words in output("inspect", path)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.stderr == ""
+    return result.exit_code, result.stdout
+
+
+def test_doctor_ends_with_the_severity_of_what_it_found(table: Table) -> None:
+    table.flush()
+    table.merge()
+    table.close()
+    code, text = run("doctor", table.uri)
+    assert (code, "not covered" in text) == (1, True)
+    assert f"penstock maintain {table.uri}" in text
+    lance.dataset(table.uri).drop_index("body_idx")
+    assert run("doctor", table.uri, "--deep")[0] == 0
+
+    table.upsert([{"id": 100, "body": "new"}])
+    table.flush()
+    region = next(r for r in table.inspect().generations if not r.merged)
+    shutil.rmtree(Path(table.uri) / region.path)
+    code, text = run("doctor", str(Path(table.uri).parent), "--json")
+    assert code == 2
+    (diagnosis,) = json.loads(text)
+    assert diagnosis["severity"] == "sick"
+    assert [f["where"] for f in diagnosis["findings"] if f["severity"] == "sick"] == [
+        f"{table.uri}/{region.path}"
+    ]
+
+
+def test_every_command_that_the_doctor_names_cures(table: Table) -> None:
+    """Rows left in the log, unmerged, uncovered, in small fragments: until nothing is found."""
+    table.flush()
+    table.merge()
+    rows_of_others = [{"id": number, "body": "small"} for number in range(100, 117)]
+    small = pa.Table.from_pylist(rows_of_others, table.schema)
+    lance.write_dataset(small, table.uri, mode="append", max_rows_per_file=1)
+    for number in range(18):
+        table.upsert([{"id": 200 + number, "body": "flushed"}])
+        table.flush()
+    with table.writer(flush_on_close=False) as writer:
+        writer.upsert([{"id": number, "body": "left behind"} for number in range(300, 320)])
+    table.close()
+    hours_ago = SystemClock().now_ms() / 1000 - 7200
+    for entry in Path(table.uri).glob("_mem_wal/*/wal/*.arrow"):
+        os.utime(entry, (hours_ago, hours_ago))
+    rows = table.count()
+
+    checks = set()
+    for _ in range(4):
+        code, text = run("doctor", table.uri, "--json")
+        (diagnosis,) = json.loads(text)
+        problems = [finding for finding in diagnosis["findings"] if finding["severity"] != "ok"]
+        if not problems:
+            break
+        assert code == 1
+        checks |= {finding["check"] for finding in problems}
+        for command in {finding["command"] for finding in problems}:
+            program, *arguments = shlex.split(command)
+            assert program == "penstock"
+            text = output(*arguments)
+            assert all(job in text for job in ("merge", "index", "compact", "clean up"))
+    assert code == 0
+    assert checks == {"log", "merge", "indexes", "fragments"}
+    assert table.count() == rows == lance.dataset(table.uri).count_rows()
+
+
+def test_clean_up_says_what_would_go_before_it_goes(table: Table) -> None:
+    table.flush()
+    table.merge()
+    table.build_indexes()
+    table.close()
+    generations = list(Path(table.uri).glob("_mem_wal/*/*_gen_*"))
+    assert generations
+    before = snapshot(Path(table.uri))
+    assert "would be removed" in output("gc", table.uri, "--dry-run", "--retain-seconds", "0")
+    assert snapshot(Path(table.uri)) == before
+    assert "generations: merged" in output("gc", table.uri, "--retain-seconds", "0")
+    assert not any(directory.exists() for directory in generations)
+    assert table.count() == 19
 
 
 def test_what_goes_wrong_is_one_line_and_exit_code_1(table: Table, tmp_path: Path) -> None:
@@ -134,6 +252,9 @@ def test_what_goes_wrong_is_one_line_and_exit_code_1(table: Table, tmp_path: Pat
         (["status", str(notes)], "neither a table nor a database"),
         (["status", "ftp://host/table"], "scheme"),
         (["status", table.uri, "-o", "region"], "key=value"),
+        (["doctor", str(notes)], "neither a table nor a database"),
+        (["maintain", str(notes)], "neither a table nor a database"),
+        (["gc", str(tmp_path / "nowhere")], "neither a table nor a database"),
         (["inspect", str(notes)], "nothing that can be inspected"),
         (["inspect", str(damaged)], "checksum"),
         (["inspect", f"{table.uri}/_mem_wal/00000000-0000-4000-8000-000000000000"], "no region"),

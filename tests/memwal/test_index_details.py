@@ -75,7 +75,7 @@ def test_fields_of_a_newer_lance_survive_our_changes(
 
 def test_commits_of_many_threads_lose_nothing(tmp_path: Path) -> None:
     lake = make_lake(tmp_path)
-    patient = Seams(backoff=Backoff(attempts=100, base_ms=1, max_ms=50))
+    patient = Seams(backoff=Backoff(races=100, base_ms=1, max_ms=50))
     regions = [uuid.uuid4() for _ in range(12)]
 
     def work(region: uuid.UUID, generation: int) -> None:
@@ -112,7 +112,7 @@ def test_commits_of_many_threads_lose_nothing(tmp_path: Path) -> None:
 
 def test_a_change_that_always_loses_gives_up_and_says_so(tmp_path: Path) -> None:
     lake = make_lake(tmp_path)
-    hasty = Seams(backoff=Backoff(attempts=3, base_ms=0, max_ms=0))
+    hasty = Seams(backoff=Backoff(races=3, base_ms=0, max_ms=0))
     tried = []
 
     def change(current: MemWalIndexDetails | None) -> MemWalIndexDetails:
@@ -127,7 +127,7 @@ def test_a_change_that_always_loses_gives_up_and_says_so(tmp_path: Path) -> None
         )
         return replace(current, num_regions=99)
 
-    with pytest.raises(CommitConflict, match="3 attempts"):
+    with pytest.raises(CommitConflict, match="3 times"):
         commit_details(lake.store, None, change, hasty)
     assert tried == [1, 11, 12]
     assert lake.reader()._base.snapshot().details.num_regions == 13

@@ -42,7 +42,7 @@ row = st.fixed_dictionaries(
 batches = st.lists(st.lists(row, min_size=1, max_size=4), max_size=40)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(batches, st.sampled_from([["id"], ["tenant", "id"]]), st.integers(1, 6), st.data())
 def test_every_prefix_is_the_dict_it_was(
     written: list[list[dict[str, Any]]], key: list[str], join_at: int, data: st.DataObject

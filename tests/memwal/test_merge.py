@@ -384,3 +384,19 @@ def test_regions_are_merged_in_one_version_as_far_as_max_rows_allows(tmp_path: P
     assert table.merge().generations == 4
     assert table.version == version + 9
     assert plain(table) == live(table) == dict.fromkeys(range(40), "newest")
+
+
+def test_a_fold_that_clean_up_may_have_taken_for_left_over_is_not_published(
+    tmp_path: Path,
+) -> None:
+    process = make_lake(tmp_path).process()
+    table = process.table
+    table.upsert([row(1, "one")])
+    table.flush()
+    folded = fold(table._base, only_plan(table))
+    process.clock.advance(7 * 3600 * 1000.0)
+    with pytest.raises(penstock.CommitConflict, match="a merge took 25200 s"):
+        commit_merge(table._base, folded)
+    assert plain(table) == {}
+    assert table.merge().rows == 1
+    assert plain(table) == {1: "one"}

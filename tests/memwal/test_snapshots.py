@@ -256,13 +256,13 @@ def test_a_snapshot_gives_up_after_some_conflicts_and_changes_nothing(tmp_path: 
     lake = make_lake(tmp_path)
     busy = lake.process()
     base = busy.table._base
-    base.seams = replace(base.seams, backoff=Backoff(attempts=3, base_ms=0, max_ms=0))
+    base.seams = replace(base.seams, backoff=Backoff(races=3, base_ms=0, max_ms=0))
 
     def another_commit(op: str, key: str) -> None:
         lance.write_dataset(busy.table.schema.empty_table(), lake.store.uri, mode="append")
 
     rule = busy.store.hook(op="put_if_absent", key="_versions/*", before=another_commit)
-    with pytest.raises(CommitConflict, match="3 attempts"):
+    with pytest.raises(CommitConflict, match="3 times"):
         busy.table.snapshot()
     assert rule.fired == 3
     assert lake.reader()._base.snapshot().details.inline_snapshots is None

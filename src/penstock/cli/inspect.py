@@ -1,8 +1,9 @@
-"""A readable account of what is stored: every field of a WAL entry, manifest, region or table.
+"""A readable account of what is stored inside a table: a WAL entry, manifest, region, generation.
 
 `inspect` looks at a location, finds out what it is, and returns plain data: dicts, lists, text and
-numbers, so that it prints as a tree and as JSON alike. Field names are those of the format, as
-`docs/formats/memwal.md` has them. Reading is checked as everywhere: damage is an error.
+numbers, so that it prints as a tree and as JSON alike; of a whole table it returns an `Inspection`.
+Field names are those of the format, as `docs/formats/memwal.md` has them. Reading is checked as
+everywhere: damage is an error.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from penstock.index.primary_key import PK_INDEX_DIRECTORY
 from penstock.memwal import names, wal
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.flush import BLOOM_FILE
+from penstock.memwal.inspect import Inspection, inspect_table
 from penstock.memwal.manifest import RegionManifest, manifest_chain
 from penstock.memwal.region_spec import RegionSpec, arrow_type
-from penstock.memwal.regions import load_manifests
 from penstock.memwal.transforms import decode_value
 from penstock.memwal.wal import Wal
 from penstock.storage.open import open_store
-from penstock.storage.seams import Seams
 
 Report = dict[str, Any]
 TRAILER_MAGIC = b"PSTKWAL1"
@@ -38,7 +38,7 @@ _SHOWN_ITEMS = 8
 _SHOWN_CHARACTERS = 200
 
 
-def inspect(location: str, options: Mapping[str, str], rows: int) -> Report:
+def inspect(location: str, options: Mapping[str, str], rows: int) -> Report | Inspection:
     """What is at `location`, with at most `rows` sample rows of a WAL entry or generation."""
     above, name = locate.split(location)
     if name.endswith(".arrow"):
@@ -50,8 +50,9 @@ def inspect(location: str, options: Mapping[str, str], rows: int) -> Report:
     region_id = locate.region_of(location)
     if region_id is not None and name == str(region_id):
         return _region(locate.table_location(location), region_id, options)
-    if "_versions" in open_store(location, options).list_dirs(""):
-        return _table(location, options)
+    store = open_store(location, options)
+    if "_versions" in store.list_dirs(""):
+        return inspect_table(locate.base_table(store, options))
     raise InvalidInput(
         f"{location} is nothing that can be inspected; give a WAL entry (wal/….arrow), a region "
         "manifest (manifest/….binpb), a region (_mem_wal/<uuid>), a generation or a table"
@@ -235,64 +236,6 @@ def _wal_tail(base: BaseTable, manifest: RegionManifest) -> Report:
         "to_replay_bytes": size_bytes,
         "fence_positions": fences,
     }
-
-
-def _table(location: str, options: Mapping[str, str]) -> Report:
-    base = locate.base_table(open_store(location, options), options)
-    snapshot = base.snapshot()
-    details = snapshot.details
-    specs = {spec.spec_id: spec for spec in details.region_specs}
-    return {
-        "kind": "table",
-        "uri": base.uri,
-        "table_id": _table_id(base),
-        "version": snapshot.version,
-        "base_rows": snapshot.dataset.count_rows(),
-        "data_storage_version": snapshot.dataset.data_storage_version,
-        "primary_key": list(snapshot.shape.key_columns),
-        "columns": _columns(snapshot.shape.schema, snapshot.shape.field_ids),
-        "indexes": [
-            {"name": spec.name, "column": spec.column, "kind": spec.kind}
-            for spec in base.index_specs(snapshot)
-        ],
-        "mem_wal_index": {
-            "snapshot_ts_millis": details.snapshot_ts_millis,
-            "num_regions": details.num_regions,
-            "inline_snapshots": details.inline_snapshots is not None,
-            "region_specs": [_spec(spec) for spec in details.region_specs],
-            "maintained_indexes": list(details.maintained_indexes),
-            "maintain_all_indexes": details.maintain_all_indexes,
-            "merged_generations": _progress(details.merged_generations),
-            "index_catchup": {
-                name: _progress(progress) for name, progress in details.index_catchup.items()
-            },
-            "writer_config_defaults": dict(details.writer_config_defaults),
-        },
-        "regions": [
-            _manifest(manifest, specs.get(manifest.region_spec_id))
-            for manifest in load_manifests(base.store, Seams())
-        ],
-    }
-
-
-def _table_id(base: BaseTable) -> str | None:
-    """The table's id if it has one; asking `BaseTable` would make one."""
-    if not base.store.exists(f"{names.PRIVATE}/table.json"):
-        return None
-    return str(base.table_id())
-
-
-def _spec(spec: RegionSpec) -> Report:
-    fields = []
-    for field in spec.fields:
-        plain = asdict(field)
-        plain["source_ids"] = list(field.source_ids)
-        fields.append(plain)
-    return {"spec_id": spec.spec_id, "fields": fields}
-
-
-def _progress(generations: Mapping[uuid.UUID, int]) -> dict[str, int]:
-    return {str(region_id): generation for region_id, generation in generations.items()}
 
 
 # --- values --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """From what was typed to what is meant: a table, a region, a generation, or one file.
 
-Everything here only reads. It does not go through `connect`, which asks the store whether it
-honours conditional puts and writes to find out.
+Commands that only look do not go through `connect`, which asks the store whether it honours
+conditional puts and writes to find out; `live_tables`, for those that change a table, does.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 
+from penstock.database import connect
 from penstock.errors import InvalidInput, TableNotFound
 from penstock.memwal import names
 from penstock.memwal.base_table import BaseTable
 from penstock.storage.objects import ObjectStore
 from penstock.storage.open import open_store
 from penstock.storage.seams import Seams
+from penstock.table import Table
 
 _SUFFIX = ".lance"
 
@@ -49,6 +51,19 @@ def tables_at(location: str, options: Mapping[str, str]) -> list[BaseTable]:
             "give the directory of a table, such as ./lake/docs.lance, or of a database"
         )
     return [base_table(store.child(name), options) for name in found]
+
+
+def live_tables(location: str, options: Mapping[str, str]) -> list[Table]:
+    """The table at a location, or all tables of the database there, ready to be changed."""
+    children = open_store(location, options).list_dirs("")
+    if "_versions" not in children:
+        tables_at(location, options)  # says what is wrong if there are none
+        db = connect(location, dict(options) or None)
+        return [db.open_table(name) for name in db.list_tables()]
+    above, name = split(location)
+    if not name.endswith(_SUFFIX):
+        raise InvalidInput(f"{location} is a table outside a database; its name must end in .lance")
+    return [connect(above, dict(options) or None).open_table(name.removesuffix(_SUFFIX))]
 
 
 def base_table(store: ObjectStore, options: Mapping[str, str]) -> BaseTable:

@@ -1,7 +1,8 @@
 """The `penstock` command.
 
 Results go to standard output, as text for people or as JSON with `--json`. What Penstock refuses
-or cannot do is one line on standard error, and exit code 1.
+or cannot do is one line on standard error, and exit code 1. `doctor` ends with the severity of what
+it found.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -19,8 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import penstock
 from penstock.cli import demo as demonstration
 from penstock.cli import inspect as inspection
-from penstock.cli import locate, render
+from penstock.cli import locate, render, upkeep
 from penstock.errors import PenstockError
+from penstock.memwal.doctor import diagnose
+from penstock.memwal.inspect import Inspection
 from penstock.memwal.status import table_status
 
 app = typer.Typer(
@@ -33,6 +36,10 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Location = Annotated[str, typer.Argument(help="A table, or a database with tables.")]
+Retain = Annotated[
+    float, typer.Option(min=0.0, help="Keep what was needed at any time within so many seconds.")
+]
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", help="A storage option, key=value; may be repeated."),
@@ -116,7 +123,7 @@ def _show_demo(console: Console, account: demonstration.Account, status: Any) ->
         row = {**account.sample, "body": account.sample["body"].partition("\n")[0]}
         console.print("  ".join(f"{name}: {value}" for name, value in row.items()), markup=False)
     console.print()
-    console.print(render.status_table(status))
+    console.print(str(status), markup=False, soft_wrap=True)
     console.print()
     console.print(f"Look around: penstock status {status.uri}", soft_wrap=True)
     region = f"{status.uri}/_mem_wal/{status.regions[0].region_id}"
@@ -127,22 +134,26 @@ def _show_demo(console: Console, account: demonstration.Account, status: Any) ->
 
 @app.command()
 def status(
-    uri: Annotated[str, typer.Argument(help="A table, or a database with tables.")],
+    uri: Location,
     option: Options = None,
     as_json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
 ) -> None:
-    """Show a table's regions: epochs, generations, how far each layer lags."""
+    """Show how far each layer of a table lags: regions, log, indexes, fragments."""
     with _reported():
-        options = locate.storage_options(option or [])
-        statuses = [table_status(table) for table in locate.tables_at(uri, options)]
-        if as_json:
-            _print_json([one.to_dict() for one in statuses])
-            return
-        console = _console()
-        for number, one in enumerate(statuses):
-            if number:
-                console.print()
-            console.print(render.status_table(one), soft_wrap=True)
+        tables = locate.tables_at(uri, locate.storage_options(option or []))
+        shown = 0
+        with suppress(KeyboardInterrupt):
+            for _ in upkeep.rounds(every if watch else None):
+                statuses = [table_status(table) for table in tables]
+                if as_json:
+                    _print_json([one.to_dict() for one in statuses])
+                else:
+                    if shown and sys.stdout.isatty():
+                        print("\x1b[2J\x1b[H", end="")
+                    print("\n\n".join(map(str, statuses)), flush=True)
+                shown += 1
 
 
 @app.command()
@@ -157,10 +168,79 @@ def inspect(
     """Explain what is stored at a path, field by field."""
     with _reported():
         report = inspection.inspect(path, locate.storage_options(option or []), rows)
-        if as_json:
+        if isinstance(report, Inspection):
+            print(report.to_json() if as_json else report)
+        elif as_json:
             _print_json(report)
         else:
             _console().print(render.tree(report))
+
+
+@app.command()
+def doctor(
+    uri: Location,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every key, too.")] = False,
+    option: Options = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong with a table and what cures it.
+
+    Exit code 0: healthy, 1: something wants attention, 2: something is sick.
+    """
+    with _reported():
+        tables = locate.tables_at(uri, locate.storage_options(option or []))
+        found = [diagnose(table, deep=deep) for table in tables]
+        if as_json:
+            _print_json([one.to_dict() for one in found])
+        else:
+            print("\n\n".join(map(str, found)))
+    raise typer.Exit(max(int(one.severity) for one in found))
+
+
+@app.command()
+def maintain(
+    uri: Location,
+    every: Annotated[
+        float | None, typer.Option(min=0.1, help="Go on, with so many seconds between rounds.")
+    ] = None,
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Start nothing new after so long, each round.")
+    ] = None,
+    retain_seconds: Retain = 3600.0,
+    recover: Annotated[
+        bool,
+        typer.Option("--recover", help="Flush what writers left that are gone; claims regions."),
+    ] = False,
+    option: Options = None,
+) -> None:
+    """Do what is due: merge, catch up indexes, compact, snapshot, clean up."""
+    with _reported(), suppress(KeyboardInterrupt):
+        tables = locate.live_tables(uri, locate.storage_options(option or []))
+        console = _console()
+        for _ in upkeep.rounds(every):
+            for table in tables:
+                report = upkeep.maintain(
+                    table,
+                    console,
+                    budget_seconds=budget_seconds,
+                    retain_seconds=retain_seconds,
+                    recover=recover,
+                )
+                print(f"{table.uri}\n{report}", flush=True)
+
+
+@app.command()
+def gc(
+    uri: Location,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    retain_seconds: Retain = 3600.0,
+    option: Options = None,
+) -> None:
+    """Remove what nothing needs any more, and say what and why."""
+    with _reported():
+        for table in locate.live_tables(uri, locate.storage_options(option or [])):
+            report = table.gc(dry_run=dry_run, retain_seconds=retain_seconds)
+            print(f"{table.uri}\n{report}")
 
 
 @app.command()

@@ -5,42 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.tree import Tree
 
 from penstock.cli.demo import Account
-from penstock.memwal.status import TableStatus
-
-
-def status_table(status: TableStatus) -> RenderableType:
-    indexes = ", ".join(status.indexes) or "none"
-    head = (
-        f"[bold]{escape(status.uri)}[/] at version {status.version}: "
-        f"{status.base_rows:,} rows in the base table, {len(status.regions)} regions, "
-        f"region specs: {status.region_specs}, indexes: {escape(indexes)}"
-    )
-    several = status.region_specs > 1
-    table = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("region", no_wrap=True)
-    numbers = ["epoch", "gen", "unmerged", "rows", "WAL", "lag"]
-    for name in ["spec", *numbers] if several else numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    for region in status.regions:
-        table.add_row(
-            str(region.region_id),
-            *([str(region.region_spec_id)] if several else []),
-            str(region.writer_epoch),
-            str(region.current_generation),
-            str(region.unmerged_generations),
-            f"{region.unmerged_rows:,}",
-            str(region.wal_position),
-            str(region.wal_lag_entries),
-            region.status,
-        )
-    return Group(head, table) if status.regions else head
 
 
 def account_table(account: Account) -> RenderableType:

@@ -2,8 +2,9 @@
 
 `load_index_specs` reads from a Lance dataset everything needed to build more of an index that it
 already has: the IVF centroids, the PQ codebook, the SQ bounds, the tokenizer's parameters. The
-in-memory indexes are built from these `IndexSpec`s, and `create_like` builds the index of a flushed
-generation from them, so that a row gets the same partition, code and terms wherever it lives.
+in-memory indexes are built from these `IndexSpec`s, `create_like` builds the index of a flushed
+generation from them and `create_segment` a part of the base's own, so that a row gets the same
+partition, code and terms wherever it lives.
 
 Where things are kept: metric and compression in the index's details in the manifest; centroids in
 `index.idx` and the codebook in `auxiliary.idx` as global buffers holding protobuf messages; the
@@ -17,12 +18,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import lance
 import numpy as np
 import numpy.typing as npt
+from lance.dataset import Index as LanceIndex
 from lance.file import LanceFileReader
 
 from penstock.errors import Corruption, InvalidInput, PenstockError
@@ -227,7 +230,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         shift += 7
 
 
-# --- the same index on a generation --------------------------------------------------------
+# --- more of the same index ----------------------------------------------------------------
 
 
 def create_like(spec: IndexSpec, generation: lance.LanceDataset) -> CreatedIndex:
@@ -236,47 +239,92 @@ def create_like(spec: IndexSpec, generation: lance.LanceDataset) -> CreatedIndex
     Any number of rows will do, also none that can be indexed. `generation` moves to the version
     that has the index. Raises `PenstockError` if Lance refuses.
     """
-    try:
+    recipe = _recipe(spec)
+    if recipe.refusal is not None:
+        return CreatedIndex(spec.name, skipped=recipe.refusal)
+    create: Any = generation.create_index if spec.vector else generation.create_scalar_index
+    with _refusals(spec, generation):
+        create(spec.column, recipe.kind, name=spec.name, **recipe.options)
+    return CreatedIndex(spec.name, retrained=recipe.retrained)
+
+
+def create_segment(
+    spec: IndexSpec, dataset: lance.LanceDataset, fragment_ids: Sequence[int]
+) -> LanceIndex:
+    """Write a segment of an index for some fragments, with the model it has; in no version yet.
+
+    Raises `InvalidInput` if the index is of a kind that cannot be built so.
+    """
+    recipe = _recipe(spec)
+    if recipe.refusal is not None:
+        raise InvalidInput(f"index {spec.name!r} of {dataset.uri}: {recipe.refusal}")
+    with _refusals(spec, dataset):
+        segment = dataset.create_index_uncommitted(
+            spec.column,
+            recipe.kind,
+            name=spec.name,
+            replace=True,  # or Lance refuses the name; it replaces nothing before it is committed
+            fragment_ids=list(fragment_ids),
+            **recipe.options,
+        )
         if spec.kind == "fts":
-            return _create_text(spec, generation)
-        if spec.kind.startswith("ivf_"):
-            return _create_vector(spec, generation)
-        if spec.kind == "btree":
-            generation.create_scalar_index(spec.column, "BTREE", name=spec.name)
-            return CreatedIndex(spec.name)
-        if spec.kind == "bitmap":
-            generation.create_scalar_index(spec.column, "BITMAP", name=spec.name)
-            return CreatedIndex(spec.name)
+            # Only this makes an index of the parts that Lance's workers have written.
+            segment = dataset.merge_existing_index_segments([segment])
+    return segment
+
+
+@contextmanager
+def _refusals(spec: IndexSpec, dataset: lance.LanceDataset) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         raise PenstockError(
-            f"could not build index {spec.name!r} ({spec.kind}) on {generation.uri}: {error}"
+            f"could not build index {spec.name!r} ({spec.kind}) on {dataset.uri}: {error}"
         ) from error
-    return CreatedIndex(spec.name, skipped=f"kind {spec.kind} is not maintained on generations")
 
 
-def _create_text(spec: IndexSpec, generation: lance.LanceDataset) -> CreatedIndex:
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What Lance has to be told to build an index again, or why it cannot be."""
+
+    kind: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    retrained: tuple[str, ...] = ()
+    refusal: str | None = None
+
+
+def _recipe(spec: IndexSpec) -> _Recipe:
+    if spec.kind == "fts":
+        return _text_recipe(spec)
+    if spec.kind.startswith("ivf_"):
+        return _vector_recipe(spec)
+    if spec.kind in ("btree", "bitmap"):
+        return _Recipe(spec.kind.upper())
+    return _Recipe(refusal=f"kind {spec.kind} is not maintained")
+
+
+def _text_recipe(spec: IndexSpec) -> _Recipe:
     params = dict(spec.text or {})
     if params.pop("document_granularity", "row") != "row":
-        return CreatedIndex(spec.name, skipped="only documents that are rows are maintained")
+        return _Recipe(refusal="only documents that are rows are maintained")
     params.pop("lance_tokenizer", None)  # follows from the column's type; Lance takes no option
-    generation.create_scalar_index(
-        spec.column,
-        "INVERTED",
-        name=spec.name,
-        **{
-            key: value
-            for key, value in params.items()
-            if value is not None or key == "max_token_length"  # None is no limit there
-        },
-    )
-    return CreatedIndex(spec.name)
+    given = {
+        key: value
+        for key, value in params.items()
+        if value is not None or key == "max_token_length"  # None is no limit there
+    }
+    return _Recipe("INVERTED", given)
 
 
-def _create_vector(spec: IndexSpec, generation: lance.LanceDataset) -> CreatedIndex:
+def _vector_recipe(spec: IndexSpec) -> _Recipe:
     model = spec.vector
     if model is None or model.centroids is None:
-        return CreatedIndex(spec.name, skipped="the base table's index has not been trained yet")
-    options: dict[str, Any] = {}
+        return _Recipe(refusal="the base table's index has not been trained yet")
+    options: dict[str, Any] = {
+        "metric": model.metric,
+        "num_partitions": len(model.centroids),
+        "ivf_centroids": model.centroids,
+    }
     retrained: list[str] = []
     if model.num_bits is not None:
         options["num_bits"] = model.num_bits
@@ -291,13 +339,4 @@ def _create_vector(spec: IndexSpec, generation: lance.LanceDataset) -> CreatedIn
         options["m"] = model.hnsw.get("max_connections", 20)
         options["ef_construction"] = model.hnsw.get("construction_ef", 150)
         options["max_level"] = model.hnsw.get("max_level", 7)
-    generation.create_index(
-        spec.column,
-        spec.kind.upper(),
-        name=spec.name,
-        metric=model.metric,
-        num_partitions=len(model.centroids),
-        ivf_centroids=model.centroids,
-        **options,
-    )
-    return CreatedIndex(spec.name, retrained=tuple(retrained))
+    return _Recipe(spec.kind.upper(), options, tuple(retrained))

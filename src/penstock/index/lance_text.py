@@ -26,8 +26,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lance
@@ -61,6 +62,7 @@ _READABLE_POSITIONS = {
 _POSTING = ["_posting", "_length"]
 _POSITIONS = ["_posting", "_length", "_compressed_position", "_position_block_offset"]
 _FRAGMENT_REUSE = "__lance_frag_reuse"
+_NOWHERE = 2**64 - 1
 
 
 class LanceTextIndex:
@@ -72,6 +74,7 @@ class LanceTextIndex:
         params: Mapping[str, Any],
         segments: Sequence[_Segment],
         cache_bytes: int,
+        moved: Callable[[UInt64s], UInt64s] | None = None,
     ) -> None:
         self.name, self.params = name, params
         self._segments = segments
@@ -82,6 +85,8 @@ class LanceTextIndex:
         self._documents: tuple[UInt64s, Int32s] | None = None
         self._sorted: tuple[UInt64s, Int64s | None] | None = None
         self._lock = threading.Lock()
+        self._moved = moved
+        """Tells where rows went that the files name by an older address."""
 
     @classmethod
     def open(
@@ -100,11 +105,9 @@ class LanceTextIndex:
                 f"{dataset.uri} has no full-text index {index_name!r}; create one with "
                 f"create_index(column, 'fts')"
             )
+        moved = None
         if _FRAGMENT_REUSE in descriptions and not dataset.has_stable_row_ids:
-            raise InvalidInput(
-                f"{dataset.uri} was compacted with its index remap deferred and has no stable row "
-                f"ids, so {index_name!r} names rows that moved; run optimize_indices"
-            )
+            moved = partial(_moved_rows, dataset)
         params: dict[str, Any] = {}
         segments: list[_Segment] = []
         rows = 0
@@ -124,7 +127,7 @@ class LanceTextIndex:
                 rows = partition.stop_row
                 partitions.append(partition)
             segments.append(_Segment(frozenset(segment.fragment_ids), tuple(partitions)))
-        return cls(index_name, params, segments, cache_bytes)
+        return cls(index_name, params, segments, cache_bytes, moved)
 
     def __len__(self) -> int:
         """How many rows (documents, dead ones included) the index has."""
@@ -257,8 +260,9 @@ class LanceTextIndex:
     def _load_documents(self) -> tuple[UInt64s, Int32s]:
         if self._documents is None:
             parts = [partition.documents() for partition in self._partitions]
+            row_ids = np.concatenate([np.zeros(0, np.uint64), *(ids for ids, _ in parts)])
             self._documents = (
-                np.concatenate([np.zeros(0, np.uint64), *(ids for ids, _ in parts)]),
+                row_ids if self._moved is None else self._moved(row_ids),
                 np.concatenate([np.zeros(0, np.int32), *(lengths for _, lengths in parts)]),
             )
         return self._documents
@@ -361,6 +365,14 @@ class _Partition:
         if key not in self._files:
             self._files[key] = _File(f"{self._prefix}_{file}.lance", self._options, columns)
         return self._files[key]
+
+
+def _moved_rows(dataset: lance.LanceDataset, row_ids: UInt64s) -> UInt64s:
+    """Where rows are since compactions that left the index as it was; `_NOWHERE` if deleted."""
+    found = dataset.remap_row_addrs(pa.array(row_ids))
+    if found is None:
+        return row_ids
+    return np.asarray(found.fill_null(pa.scalar(_NOWHERE, pa.uint64())))
 
 
 def _joined(parts: Sequence[Postings | None], with_positions: bool) -> Postings:

@@ -44,6 +44,9 @@ from penstock.storage.seams import Seams
 
 _TABLE_KEY = f"{names.PRIVATE}/table.json"
 _KEPT_VERSIONS = 4
+_RECENT_MS = 1000.0
+_DROPPED_COLUMN = "<unknown>"
+"""What Lance calls a column that was dropped while somebody else built an index on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,10 @@ class BaseTable:
         self.seams = seams
         self._session = Session()
         self._lock = threading.Lock()
-        self._specs: tuple[frozenset[str], list[IndexSpec]] | None = None
+        self._specs: tuple[frozenset[tuple[str, ...]], list[IndexSpec]] | None = None
         self._table_id: uuid.UUID | None = None
         self._latest: BaseSnapshot | None = None
+        self._looked_ms = 0.0
         self._older: FewCache[BaseSnapshot] = FewCache(_KEPT_VERSIONS)
 
     @property
@@ -96,6 +100,7 @@ class BaseTable:
         if version is not None:
             return self._at_version(version)
         latest = self._latest
+        self._looked_ms = self.seams.clock.monotonic_ms()
         if latest is None or not is_latest_version(self.store, latest.version):
             dataset = self.dataset()
             found = read_details(self.store, dataset.version)
@@ -104,8 +109,23 @@ class BaseTable:
                     f"{self.uri} is a Lance table without a MemWAL index; "
                     "open it with open_table(…, adopt=True) to add one"
                 )
-            latest = _base_snapshot(dataset, found[0])
-            self._latest = latest
+            before = latest.shape if latest is not None else None
+            latest = self._latest = _base_snapshot(dataset, found[0], before)
+        return latest
+
+    def recent_snapshot(self) -> BaseSnapshot:
+        """The newest version, or one that was the newest less than a second ago.
+
+        It is for those who can do with an older one: if the store fails, it is the last one seen.
+        """
+        latest = self._latest
+        now_ms = self.seams.clock.monotonic_ms()
+        if latest is None:
+            return self.snapshot()
+        if now_ms - self._looked_ms >= _RECENT_MS:
+            self._looked_ms = now_ms
+            with suppress(StorageError, NotATable):
+                return self.snapshot()
         return latest
 
     def _at_version(self, version: int) -> BaseSnapshot:
@@ -137,13 +157,18 @@ class BaseTable:
 
     def index_specs(self, base: BaseSnapshot) -> list[IndexSpec]:
         """The indexes that MemTables and generations of this table maintain."""
-        described = [d for d in base.dataset.describe_indices() if d.name != INDEX_NAME]
-        segments = frozenset(str(s.uuid) for d in described for s in d.segments)
+        described = [
+            index
+            for index in base.dataset.describe_indices()
+            if index.name != INDEX_NAME and _DROPPED_COLUMN not in index.field_names
+        ]
+        # With the names of their columns, which may be renamed under an index.
+        segments = frozenset((str(s.uuid), *d.field_names) for d in described for s in d.segments)
         with self._lock:
             if self._specs is not None and self._specs[0] == segments:
                 specs = self._specs[1]
             else:
-                specs = load_index_specs(base.dataset, None)
+                specs = load_index_specs(base.dataset, [index.name for index in described])
                 self._specs = (segments, specs)
         if base.details.maintain_all_indexes:
             return list(specs)
@@ -187,9 +212,14 @@ class BaseTable:
             ) from error
 
 
-def _base_snapshot(dataset: lance.LanceDataset, details: MemWalIndexDetails) -> BaseSnapshot:
+def _base_snapshot(
+    dataset: lance.LanceDataset, details: MemWalIndexDetails, before: TableShape | None = None
+) -> BaseSnapshot:
+    """A version; if its rows have the shape that they had before, it is the very same object."""
     ids = {field.name(): field.id() for field in dataset.lance_schema.fields()}
     shape = TableShape.of(dataset.schema, ids)
+    if before is not None and shape.is_like(before):
+        shape = before
     return BaseSnapshot(dataset, dataset.version, details, shape, dataset.count_rows())
 
 

@@ -27,6 +27,7 @@ from penstock.index.base import (
     load_index_specs,
 )
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
+from penstock.memwal.index_choice import keep_serving
 
 VECTOR_KINDS = ("ivf_flat", "ivf_pq", "ivf_sq")
 SCALAR_KINDS: dict[str, Literal["INVERTED", "BTREE", "BITMAP"]] = {
@@ -66,6 +67,9 @@ def create_index(
             f"{SYSTEM_INDEX_PREFIX!r} are Lance's own"
         )
     _check_options(kind, options)
+    if kind in VECTOR_KINDS or kind == "fts":
+        keep_serving(table, column)
+        base = table.snapshot()
     dataset = base.dataset
     try:
         if kind in SCALAR_KINDS:

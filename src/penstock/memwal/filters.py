@@ -167,7 +167,7 @@ class Filter:
 # --- checking ------------------------------------------------------------------------------
 
 
-def _tokens(sql: str, schema: pa.Schema) -> list[re.Match[str]]:
+def _tokens(sql: str, schema: pa.Schema, what: str = "the filter") -> list[re.Match[str]]:
     """The words of a filter, refusing what Lance ignores, panics on, or takes for text."""
     tokens = list(_TOKEN.finditer(sql))
     depth = 0
@@ -175,34 +175,34 @@ def _tokens(sql: str, schema: pa.Schema) -> list[re.Match[str]]:
         depth += {"(": 1, ")": -1}.get(token[0], 0)
         if token["bad"] or token["prefixed"]:
             raise InvalidInput(
-                f"the filter {_shown(sql)} contains {token[0]!r}; comments, parameters, prefixed "
+                f"{what} {_shown(sql)} contains {token[0]!r}; comments, parameters, prefixed "
                 "strings and several statements are not allowed"
             )
         if depth < 0:
-            raise InvalidInput(f"the filter {_shown(sql)} closes a parenthesis it did not open")
+            raise InvalidInput(f"{what} {_shown(sql)} closes a parenthesis it did not open")
         if token["text"] and token[0][0] == '"' and token[0][1:-1] in schema.names:
             name = token[0][1:-1]
             raise InvalidInput(
-                f"the filter {_shown(sql)}: {token[0]} in double quotes is text; write `{name}` in "
+                f"{what} {_shown(sql)}: {token[0]} in double quotes is text; write `{name}` in "
                 f"backticks for the column, or '{name}' in single quotes for the text"
             )
         if token["name"] and token["name"] not in schema.names:
-            _check_function(sql, token["name"].lower(), _opens(tokens, position + 1))
+            _check_function(sql, token["name"].lower(), _opens(tokens, position + 1), what)
     return tokens
 
 
-def _check_function(sql: str, name: str, is_call: bool) -> None:
+def _check_function(sql: str, name: str, is_call: bool, what: str) -> None:
     kinds = session()[1].get(name)
     if kinds is None or not (is_call or name.startswith("current_")):
         return
     if kinds == "several rows":
         raise InvalidInput(
-            f"the filter {_shown(sql)} calls {name}(), which looks at several rows; "
-            "a filter decides on each row by itself"
+            f"{what} {_shown(sql)} calls {name}(), which looks at several rows; "
+            "it is worked out for each row by itself"
         )
     raise InvalidInput(
-        f"the filter {_shown(sql)} calls {name}(), whose answer changes from one call to the next; "
-        "compute the value first and put it into the filter as a constant"
+        f"{what} {_shown(sql)} calls {name}(), whose answer changes from one call to the next; "
+        "compute the value first and put it in as a constant"
     )
 
 
@@ -228,6 +228,48 @@ def _parsed(sql: str, schema: pa.Schema) -> Filter:
 
 
 _remembered = lru_cache(maxsize=_KNOWN_FILTERS)(_parsed)
+
+
+def parse_value(sql: str, schema: pa.Schema, what: str) -> tuple[Expr, tuple[str, ...]]:
+    """An SQL expression in the same dialect, and the columns it reads; `what` names it.
+
+    Rows get new values nowhere but here, so DataFusion alone is the judge of it.
+    """
+    if not sql.strip() or len(sql) > MAX_SQL_CHARS:
+        raise InvalidInput(f"{what} is SQL text of 1 to {MAX_SQL_CHARS} characters, not {sql!r}")
+    tokens = _tokens(sql, schema, what)
+    empty = pa.RecordBatch.from_pylist([], schema=schema.remove_metadata())
+    try:
+        expr = session()[0].read_batch(empty).parse_sql_expr(_resolved(tokens, schema))
+        names = {column_name(part) for part in walk(expr) if part.variant_name() == "Column"}
+    except Exception as error:  # DataFusion raises no class of its own
+        raise InvalidInput(
+            f"{what} {_shown(sql)} is not understood: {_reason(error).partition(' Valid ')[0]} "
+            f"The columns are {_columns(schema)}; text is written in 'single quotes'"
+        ) from error
+    return expr, tuple(name for name in schema.names if name in names)
+
+
+def value_type(sql: str, schema: pa.Schema, what: str) -> pa.DataType:
+    """The type of what an expression comes to, as a column can have it."""
+    expr, _ = parse_value(sql, schema, what)
+    try:
+        kind = evaluated(expr, pa.RecordBatch.from_pylist([], schema=schema.remove_metadata())).type
+    except Exception as error:  # DataFusion raises no class of its own
+        raise InvalidInput(f"{what} {_shown(sql)} has no type: {_reason(error)}") from error
+    if pat.is_null(kind):
+        raise InvalidInput(f"{what} {_shown(sql)} is always null; give its type instead")
+    views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+    return views.get(kind, kind)
+
+
+def evaluated(expr: Expr, rows: pa.RecordBatch) -> pa.Array:
+    """What an expression comes to for each row; raises whatever DataFusion does."""
+    frame = session()[0].read_batch(rows).select(expr.alias("value"))
+    parts = [part.column(0) for part in frame.collect()]
+    if not parts:
+        return pa.array([], frame.schema().field(0).type)
+    return pa.concat_arrays(parts)
 
 
 def _plan_in_lance(sql: str, schema: pa.Schema) -> None:

@@ -2,7 +2,8 @@
 
 A flush that fails is tried again in a fresh directory, a bounded number of times. Only the
 generation that the manifest expects next can be entered, so nothing unflushed is ever skipped;
-the replay position moves in the same change.
+the replay position moves in the same change. A generation that took too long to be entered is
+written again: clean-up may have taken it for one that nobody will enter.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from penstock import metrics
 from penstock.errors import WriterPoisoned
 from penstock.memwal.claim import ClaimedRegion
+from penstock.memwal.gc_limits import Outdated, check_age
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest
 from penstock.memwal.memtable import MemTable
 from penstock.memwal.write_items import WriterStats
@@ -36,32 +38,40 @@ class Flusher:
     def flush(self, memtable: MemTable, stopped: Callable[[], bool]) -> RegionManifest | None:
         """Write a generation and enter it; None if the writer stopped before it was written."""
         last: Exception | None = None
-        flushed: FlushedGeneration | None = None
         for _ in self._seams.attempts():
             if stopped():
                 return None
+            started_ms = self._seams.clock.monotonic_ms()
             try:
                 flushed = self._write_generation(memtable)
-                break
             except Exception as error:  # Lance raises OSError, RuntimeError and ValueError alike
                 last = error
                 self._stats.flush_failures += 1
                 metrics.flush_failures.inc()
-        if flushed is None:
-            raise WriterPoisoned(
-                f"region {self._region_id}: generation {memtable.generation} could not be flushed "
-                f"({last}); its rows are safe in the WAL, open a new writer to try again"
-            ) from last
-        manifest = self._publish(memtable, flushed)
-        self._stats.flushes += 1
-        self._stats.flushed_rows += memtable.rows
-        metrics.flushes.inc()
-        return manifest
+                continue
+            try:
+                manifest = self._publish(memtable, flushed, started_ms)
+            except Outdated as error:
+                last = error
+                self._stats.flush_failures += 1
+                metrics.flush_failures.inc()
+                continue
+            self._stats.flushes += 1
+            self._stats.flushed_rows += memtable.rows
+            metrics.flushes.inc()
+            return manifest
+        raise WriterPoisoned(
+            f"region {self._region_id}: generation {memtable.generation} could not be flushed "
+            f"({last}); its rows are safe in the WAL, open a new writer to try again"
+        ) from last
 
-    def _publish(self, memtable: MemTable, flushed: FlushedGeneration) -> RegionManifest:
+    def _publish(
+        self, memtable: MemTable, flushed: FlushedGeneration, started_ms: float
+    ) -> RegionManifest:
         """Enter a generation into the manifest, and with it the replay position."""
 
         def change(current: RegionManifest) -> RegionManifest:
+            check_age(self._seams, started_ms, f"the flush of generation {memtable.generation}")
             if current.current_generation != memtable.generation:
                 raise WriterPoisoned(
                     f"region {self._region_id}: generation {memtable.generation} cannot be next, "

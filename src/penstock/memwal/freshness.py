@@ -10,7 +10,6 @@ the rows that are not merged, never with the base table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +19,7 @@ import pyarrow as pa
 
 from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import newest_rows
+from penstock.lazy import lazy
 
 if TYPE_CHECKING:
     from penstock.memwal.recent_keys import RecentRows
@@ -118,7 +118,7 @@ class Freshness:
         for source, mask in zip(generations, masks, strict=True):
             self._masks[id(source)] = mask
 
-    @cached_property
+    @lazy
     def recent(self) -> pa.Array:
         """The keys of everything in memory, some of them more than once."""
         parts = [source.keys() for source in self._memory]
@@ -129,7 +129,7 @@ class Freshness:
         """Whether there is no key in front of the base at all."""
         return not len(self.settled.keys) and not self._memory
 
-    @cached_property
+    @lazy
     def distinct(self) -> pa.Array:
         """Every key in front of the base; some may appear twice."""
         return pa.concat_arrays([self.settled.keys, self.recent])
@@ -154,7 +154,7 @@ class RowIdSet:
     def __len__(self) -> int:
         return self._size
 
-    @cached_property
+    @lazy
     def _size(self) -> int:
         known = sum(int(np.count_nonzero(bitmap)) for bitmap in self._bitmaps.values())
         if self._added is None:
@@ -182,7 +182,7 @@ class RowIdSet:
         beside: Mask = self._added[at] == row_ids
         return self._in_bitmaps(row_ids) | beside
 
-    @cached_property
+    @lazy
     def _joined(self) -> RowIdSet:
         """The same set with everything in bitmaps."""
         assert self._added is not None

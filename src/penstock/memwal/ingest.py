@@ -33,6 +33,42 @@ def rows_to_batch(data: Any, shape: TableShape) -> pa.RecordBatch:
     return batch
 
 
+def to_column(field: pa.Field, values: Any) -> pa.Array:
+    """New values of one column, an Arrow array or Python ones, checked as those of a row are."""
+    if not isinstance(values, pa.Array | pa.ChunkedArray):
+        values = _python_array(f"column {field.name!r}", list(values), field.type)
+    column = _cast(field.name, values, field.type)
+    _check_column(field, column, is_key=False)
+    return column
+
+
+def reusable_rows(data: Any) -> Any:
+    """The same rows in a form that can be gone through again; a stream is read."""
+    if isinstance(data, list | tuple | pa.RecordBatch):
+        return data
+    return _to_table(data, pa.schema([]))
+
+
+def some_columns(data: Any, shape: TableShape) -> pa.RecordBatch:
+    """The rows of `data` as one valid batch of those of the table's columns that it has."""
+    schema = shape.schema
+    if isinstance(data, list | tuple) and data:
+        named = {name for row in data if isinstance(row, Mapping) for name in row}
+        if not named <= set(schema.names):
+            _refuse_columns(sorted(str(name) for name in named - set(schema.names)), schema)
+        schema = pa.schema([field for field in schema if field.name in named])
+    table = _to_table(data, schema)
+    names = table.column_names
+    unknown = [name for name in names if name not in shape.schema.names]
+    if unknown:
+        _refuse_columns(unknown, shape.schema)
+    if len(set(names)) != len(names):
+        raise InvalidInput(f"a column appears twice among {names}")
+    fields = [field for field in shape.schema if field.name in names]
+    columns = [to_column(field, table.column(field.name)) for field in fields]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+
 def keys_to_arrays(keys: Any, shape: TableShape) -> dict[str, pa.Array]:
     """Key values, in whatever form, as one array per key column."""
     columns = shape.key_columns
@@ -243,12 +279,16 @@ def _may_cast(given: pa.DataType, wanted: pa.DataType) -> bool:
 
 def _check_values(batch: pa.RecordBatch, shape: TableShape) -> None:
     for field, column in zip(shape.schema, batch.columns, strict=True):
-        if column.null_count and (field.name in shape.key_columns or not field.nullable):
-            row = int(np.flatnonzero(np.asarray(column.is_null()))[0])
-            what = "key column" if field.name in shape.key_columns else "column"
-            raise InvalidInput(f"{what} {field.name!r} is null in row {row}; it needs a value")
-        if pa.types.is_fixed_size_list(field.type) and pa.types.is_floating(field.type.value_type):
-            _check_vectors(field.name, column)
+        _check_column(field, column, field.name in shape.key_columns)
+
+
+def _check_column(field: pa.Field, column: pa.Array, is_key: bool) -> None:
+    if column.null_count and (is_key or not field.nullable):
+        row = int(np.flatnonzero(np.asarray(column.is_null()))[0])
+        what = "key column" if is_key else "column"
+        raise InvalidInput(f"{what} {field.name!r} is null in row {row}; it needs a value")
+    if pa.types.is_fixed_size_list(field.type) and pa.types.is_floating(field.type.value_type):
+        _check_vectors(field.name, column)
 
 
 def _check_vectors(name: str, column: pa.Array) -> None:

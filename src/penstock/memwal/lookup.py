@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from penstock.index.bloom import lance_written_hashes, pk_hashes
 from penstock.index.key_index import NOT_FOUND
 from penstock.index.primary_key import key_array, newest_rows
 from penstock.index.siphash import U64
+from penstock.lazy import lazy
 from penstock.memwal.base_table import BaseSnapshot
 from penstock.memwal.freshness import Mask
 from penstock.memwal.hits import memtable_rows
@@ -100,7 +101,7 @@ class Lookup:
             may |= bloom.contains(self._hashes[1][places])
         return places[may]
 
-    @cached_property
+    @lazy
     def _hashes(self) -> tuple[U64, U64 | None]:
         """The keys' hashes, and those that Lance's own writer makes of them if it differs."""
         columns = [self.asked.column(name) for name in self.view.shape.key_columns]

@@ -150,12 +150,18 @@ class MemTable:
             chosen = sorted(places)
             return [self._batches[at] for at in chosen], [self._starts[at] for at in chosen]
 
-    def table(self, rows: int | None = None) -> pa.Table:
-        """The first `rows` rows (all by default), in order, tombstones included."""
+    def table(self, rows: int | None = None, *, first: int = 0) -> pa.Table:
+        """The first `rows` rows (all by default), in order, tombstones included.
+
+        With `first`, only from that row on, which costs no more than those.
+        """
         with self._lock:
             count = self._rows if rows is None else rows
-            batches = list(self._batches)
-        return pa.Table.from_batches(batches, self.shape.wal_schema).slice(0, count)
+            at = max(0, bisect_right(self._starts, first) - 1)
+            batches = self._batches[at:]
+            start = self._starts[at] if batches else 0
+        table = pa.Table.from_batches(batches, self.shape.wal_schema)
+        return table.slice(first - start, max(0, count - first))
 
     @property
     def distinct_keys(self) -> int:

@@ -20,6 +20,7 @@ between them, and their newer rows would be overwritten by older ones.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +37,11 @@ from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import key_array, key_type, newest_rows
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.freshness import Mask
-from penstock.memwal.index_details import MemWalIndexDetails, commit_index
+from penstock.memwal.gc_limits import check_age
+from penstock.memwal.index_details import MemWalIndexDetails, commit_index, only_moving_rows
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest, RegionStatus
 from penstock.memwal.regions import load_manifests
-from penstock.memwal.sources import ROW_ADDRESS, GenerationSource, chosen_rows
+from penstock.memwal.sources import ROW_ADDRESS, GenerationSource, StaleView, chosen_rows
 
 MERGE_ROWS = 1_000_000
 """Rows of generations that are folded at a time; at least one generation, however large."""
@@ -95,6 +97,8 @@ class Folded:
     deleted: int
     keys: pa.Array | None
     """None for a table without a primary key, whose rows replace nothing."""
+    started_ms: float
+    """By the clock of the process that publishes it, before its first file was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,23 @@ def merge_all(table: BaseTable, *, max_rows: int = MERGE_ROWS) -> MergeReport:
         if not plans:
             return report + MergeReport(waiting=waiting)
         for plan in plans:
-            report += commit_merge(table, fold(table, plan))
+            report += merge_piece(table, plan)
+
+
+def merge_piece(table: BaseTable, plan: MergePlan) -> MergeReport:
+    """Fold and commit; nothing is done if somebody else has merged it meanwhile."""
+    try:
+        return commit_merge(table, fold(table, plan))
+    except (StaleView, OSError, RuntimeError, pa.ArrowException) as error:
+        details = table.snapshot().details
+        if any(details.merged(part.region_id) != part.after for part in plan.parts):
+            return MergeReport()  # and clean-up has taken what it was reading
+        if not isinstance(error, StaleView):
+            raise
+        raise Corruption(
+            f"{table.uri}: {error}; it is not merged yet, so its rows would be lost. Restore the "
+            "directory from a copy"
+        ) from error
 
 
 # --- plan ----------------------------------------------------------------------------------
@@ -149,9 +169,7 @@ def plan_merges(
     `together` puts regions into one plan as far as `max_rows` allows, for fewer versions and
     larger fragments; else each has a plan of its own. With `upto`, only generations up to those.
     """
-    base = table.snapshot()
-    manifests = load_manifests(table.store, table.seams)
-    unmerged = {m.region_id: _unmerged(base, m) for m in manifests}
+    manifests, unmerged = _look(table)
     unfinished = [
         m.region_spec_id
         for m in manifests
@@ -180,6 +198,21 @@ def plan_merges(
     return plans, waiting
 
 
+def _look(
+    table: BaseTable,
+) -> tuple[list[RegionManifest], dict[uuid.UUID, list[FlushedGeneration]]]:
+    """The regions, and what of each is not merged yet."""
+    while True:
+        base = table.snapshot()
+        manifests = load_manifests(table.store, table.seams)
+        try:
+            return manifests, {m.region_id: _unmerged(base, m) for m in manifests}
+        except Corruption:
+            # Others may have merged generations since, and taken them out of the manifests.
+            if table.snapshot().version == base.version:
+                raise
+
+
 def _unmerged(base: BaseSnapshot, manifest: RegionManifest) -> list[FlushedGeneration]:
     merged = base.details.merged(manifest.region_id)
     found = [g for g in manifest.flushed_generations if g.generation > merged]
@@ -197,6 +230,7 @@ def _unmerged(base: BaseSnapshot, manifest: RegionManifest) -> list[FlushedGener
 
 def fold(table: BaseTable, plan: MergePlan) -> Folded:
     """Write the newest live row of each key as fragments; they are in no version yet."""
+    started_ms = table.seams.clock.monotonic_ms()
     base = table.snapshot()
 
     def source(region_id: uuid.UUID, generation: FlushedGeneration) -> GenerationSource:
@@ -235,7 +269,7 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
         for fragment in fragments:
             for file in fragment.files:
                 table.store.sync(f"data/{file.path}")
-    return Folded(plan, tuple(fragments), counted["rows"], counted["dead"], keys)
+    return Folded(plan, tuple(fragments), counted["rows"], counted["dead"], keys, started_ms)
 
 
 def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -257,6 +291,7 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
     def progress(details: MemWalIndexDetails | None) -> MemWalIndexDetails | None:
         nonlocal done
         assert details is not None
+        check_age(table.seams, folded.started_ms, "a merge")
         done = any(details.merged(part.region_id) != part.after for part in plan.parts)
         if done:
             return None
@@ -267,7 +302,7 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
         table.storage_options,
         progress,
         table.seams,
-        operation=partial(_operation, table, folded),
+        operation=partial(_operation, table, folded, {}),
     )
     if done:
         for fragment in folded.fragments:
@@ -277,40 +312,59 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
     return MergeReport(len(plan.generations), folded.rows, folded.deleted)
 
 
-def _operation(table: BaseTable, folded: Folded, dataset: lance.LanceDataset) -> Any:
+def _operation(
+    table: BaseTable, folded: Folded, known: dict[str, list[int]], dataset: lance.LanceDataset
+) -> Any:
+    """The rows in, and those they replace out; `known` is what earlier attempts have looked up."""
     new = list(folded.fragments)
     if folded.keys is None:
-        return lance.LanceOperation.Append(new)
+        return only_moving_rows(lance.LanceOperation.Append(new))
     changed, removed = [], []
-    fragments = {part.fragment_id: part for part in dataset.get_fragments()}
-    for number, offsets in _superseded(dataset, table.snapshot().shape.key_columns, folded.keys):
-        fragment = fragments[number]
+    columns = table.snapshot().shape.key_columns
+    for fragment, offsets in _superseded(dataset, columns, folded.keys, known):
         if len(offsets) >= fragment.count_rows():
-            removed.append(number)
+            removed.append(fragment.fragment_id)
             continue
         lessened = LanceFragment(dataset, None, fragment=fragment._fragment.delete_rows(offsets))
         changed.append(lessened.metadata)
     if changed:
         table.store.sync("_deletions")
-    return lance.LanceOperation.Update(
-        removed_fragment_ids=removed, updated_fragments=changed, new_fragments=new
+    return only_moving_rows(
+        lance.LanceOperation.Update(
+            removed_fragment_ids=removed, updated_fragments=changed, new_fragments=new
+        )
     )
 
 
 def _superseded(
-    dataset: lance.LanceDataset, columns: Sequence[str], keys: pa.Array
-) -> Iterator[tuple[int, list[int]]]:
-    """Of each fragment that has rows with these keys its number and their offsets."""
-    wanted = KeyIndex(keys, np.arange(len(keys), dtype=np.uint64))
-    scanner = dataset.scanner(
-        columns=list(columns), with_row_address=True, batch_size=_LOOKED_UP_ROWS
-    )
-    found = [np.empty(0, dtype=np.uint64)]
-    for batch in scanner.to_batches():
-        same = wanted.find(key_array(batch, columns)) != NOT_FOUND
-        found.append(batch.column(ROW_ADDRESS).to_numpy()[same])
-    addresses = np.concatenate(found)
-    owners = addresses >> _OFFSET_BITS
-    for owner in np.unique(owners).tolist():
-        offsets = (addresses[owners == owner] & _OFFSET_MASK).astype(np.int64)
-        yield int(owner), offsets.tolist()
+    dataset: lance.LanceDataset, columns: Sequence[str], keys: pa.Array, known: dict[str, list[int]]
+) -> Iterator[tuple[lance.LanceFragment, list[int]]]:
+    """The fragments that have rows with these keys, and the offsets of those."""
+    fragments = {_contents(fragment): fragment for fragment in dataset.get_fragments()}
+    unread = {f.fragment_id: contents for contents, f in fragments.items() if contents not in known}
+    if unread:
+        wanted = KeyIndex(keys, np.arange(len(keys), dtype=np.uint64))
+        scanner = dataset.scanner(
+            columns=list(columns),
+            fragments=[fragments[contents] for contents in unread.values()],
+            with_row_address=True,
+            batch_size=_LOOKED_UP_ROWS,
+        )
+        found = [np.empty(0, dtype=np.uint64)]
+        for batch in scanner.to_batches():
+            same = wanted.find(key_array(batch, columns)) != NOT_FOUND
+            found.append(batch.column(ROW_ADDRESS).to_numpy()[same])
+        addresses = np.concatenate(found)
+        owners = addresses >> _OFFSET_BITS
+        known.update((contents, []) for contents in unread.values())
+        for owner in np.unique(owners).tolist():
+            offsets = (addresses[owners == owner] & _OFFSET_MASK).astype(np.int64)
+            known[unread[int(owner)]] = offsets.tolist()
+    for contents, fragment in fragments.items():
+        if known[contents]:
+            yield fragment, known[contents]
+
+
+def _contents(fragment: lance.LanceFragment) -> str:
+    """What the rows of a fragment are: if this is the same, they are."""
+    return json.dumps(fragment.metadata.to_json(), sort_keys=True)

@@ -13,6 +13,9 @@ MEM_WAL = "_mem_wal"
 PRIVATE = "_penstock"
 """Penstock's own side files; nothing but regions may live directly under `_mem_wal/`."""
 
+GAPS = f"{PRIVATE}/gaps"
+"""Says of a version that is kept that the one after it was removed."""
+
 MAX_POSITION = 2**64 - 1
 _GENERATION_DIR = re.compile(r"^[0-9a-f]{8}_gen_([0-9]+)$")
 
@@ -45,6 +48,10 @@ def manifest_hint_key(region_id: uuid.UUID) -> str:
 
 def wal_key(region_id: uuid.UUID, position: int) -> str:
     return f"{MEM_WAL}/{region_id}/wal/{bitrev(position)}.arrow"
+
+
+def gap_key(version: int) -> str:
+    return f"{GAPS}/{version}"
 
 
 def generation_name(hex8: str, generation: int) -> str:

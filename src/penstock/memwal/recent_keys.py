@@ -91,4 +91,4 @@ class RecentRows:
 
 
 def _keys(memtable: MemTable, first: int, rows: int) -> pa.Array:
-    return key_array(memtable.table(rows).slice(first), memtable.shape.key_columns)
+    return key_array(memtable.table(rows, first=first), memtable.shape.key_columns)

@@ -8,11 +8,12 @@ dropped is still read correctly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from penstock.errors import InvalidInput
 from penstock.index.primary_key import primary_key_columns
 from penstock.memwal.wal import TOMBSTONE
 
@@ -37,6 +38,12 @@ class TableShape:
             fields.append(pa.field(field.name, field.type, nullable, metadata))
         fields.append(pa.field(TOMBSTONE, pa.bool_(), nullable=False))
         return cls(schema, dict(field_ids), key_columns, pa.schema(fields))
+
+    def is_like(self, other: TableShape) -> bool:
+        """Whether rows of one shape can stand beside rows of the other as they are."""
+        return self.field_ids == other.field_ids and bool(
+            self.schema.equals(other.schema, check_metadata=True)
+        )
 
     @property
     def columns_by_id(self) -> dict[int, str]:
@@ -82,6 +89,18 @@ class TableShape:
             else:
                 columns.append(pa.nulls(batch.num_rows, field.type))
         return pa.RecordBatch.from_arrays(columns, schema=self.wal_schema)
+
+
+def check_column_names(names: Sequence[str]) -> None:
+    """Refuse names that columns of a live table cannot have."""
+    if len(set(names)) != len(names):
+        raise InvalidInput(f"a column appears twice among {list(names)}")
+    for name in names:
+        if not isinstance(name, str) or not name or name[0] == "_" or set(name) & set("\0.`"):
+            raise InvalidInput(
+                f"{name!r} cannot name a column: no leading '_' ({TOMBSTONE}, _rowid and the like "
+                "are taken), no '.', no '`', not empty"
+            )
 
 
 def _ids(schema: pa.Schema) -> list[bytes | None]:

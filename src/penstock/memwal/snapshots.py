@@ -2,8 +2,8 @@
 
 A snapshot is a Lance file with one row per region. Up to a number of regions its bytes lie in the
 index itself; beyond, they lie at `_indices/{uuid}/index.lance`, and the index has a file without
-rows whose metadata names the uuid: Lance gives the index another uuid with every merge, and
-carries the inline bytes along.
+rows whose metadata names the uuid: Lance gives the index another uuid with every merge of its own,
+and carries the inline bytes along. Commits of ours carry the file, too.
 
     region manifests, WAL tips --build_snapshot--> Lance file --commit--> version of the table
     version of the table --read_snapshot--> region manifests, as they were
@@ -127,18 +127,50 @@ def encode_snapshot(
 def read_snapshot(store: ObjectStore, inline: bytes, where: str) -> tuple[RegionManifest, ...]:
     """The regions of a snapshot, given the index's bytes; `where` names it in errors."""
     rows = _read_file(inline, where)
-    external = (rows.schema.metadata or {}).get(_EXTERNAL)
-    if external is None:
+    key = _external(rows, where)
+    if key is None:
         return _regions(rows, where)
-    try:
-        key = external_key(uuid.UUID(external.decode()))
-    except ValueError as error:
-        raise Corruption(f"{where} names a file that cannot be one: {error}") from error
     try:
         data = bytes(store.get(key).data)
     except ObjectNotFound as error:
         raise SnapshotGone(f"{where} is in {key}, which is gone") from error
     return _regions(_read_file(data, f"{where}, {key}"), f"{where}, {key}")
+
+
+def external_of(inline: bytes, where: str) -> str | None:
+    """The key of the file that a snapshot lies in, or None if it lies in the index itself."""
+    return _external(_read_file(inline, where), where)
+
+
+def _external(rows: pa.Table, where: str) -> str | None:
+    named = (rows.schema.metadata or {}).get(_EXTERNAL)
+    if named is None:
+        return None
+    try:
+        return external_key(uuid.UUID(named.decode()))
+    except ValueError as error:
+        raise Corruption(f"{where} names a file that cannot be one: {error}") from error
+
+
+def carried(
+    store: ObjectStore, details: MemWalIndexDetails, identity: uuid.UUID
+) -> MemWalIndexDetails:
+    """The details for an index of another uuid, with the snapshot's file below it, if it has one.
+
+    Lance's clean-up keeps what lies below the uuid of an index, and nothing else.
+    """
+    if details.inline_snapshots is None:
+        return details
+    try:
+        key = external_of(details.inline_snapshots, "the last snapshot")
+        if key is None:
+            return details
+        data = store.get(key).data
+    except (Corruption, ObjectNotFound):
+        return details  # whoever reads it is told, and the next snapshot replaces it
+    store.put_if_absent(external_key(identity), data)
+    pointer = encode_snapshot((), details.region_specs, identity)
+    return replace(details, inline_snapshots=pointer)
 
 
 def external_key(identity: uuid.UUID) -> str:

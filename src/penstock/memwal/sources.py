@@ -262,6 +262,12 @@ class GenerationSource:
             known = self._compared = (shape, current)
         return known[1]
 
+    def field_id(self, column: str) -> int | None:
+        """The field id of a column, by the name it had when the generation was written."""
+        _ = self.dataset
+        assert self._ids is not None
+        return self._ids.get(column)
+
     def _aligned(self, rows: pa.Table, shape: TableShape) -> pa.Table:
         assert self._ids is not None
         fields = []

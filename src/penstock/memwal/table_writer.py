@@ -43,11 +43,12 @@ from penstock.errors import (
 from penstock.memwal import transforms
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.claim import ClaimedRegion, RegionIdentity, claim_region
+from penstock.memwal.column_watch import ColumnWatch
 from penstock.memwal.commit_queue import CommitQueue, QueueItem
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.flush import flush_memtable
 from penstock.memwal.index_details import read_details
-from penstock.memwal.ingest import keys_to_arrays, rows_to_batch
+from penstock.memwal.ingest import keys_to_arrays
 from penstock.memwal.live_indexes import LiveIndexes
 from penstock.memwal.manifest import RegionManifest, RegionStatus, manifest_chain
 from penstock.memwal.regions import RegionRouter, load_manifests
@@ -108,6 +109,11 @@ class TableWriter:
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, "penstock-encode")
         self._write_pool: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
+        # Rows keep the columns of now, and what is flushed the indexes, as long as it is open.
+        opened = base.snapshot()
+        self.shape = opened.shape
+        self._target = base.flush_target(opened)
+        self._columns = ColumnWatch(base, opened)
         self._load()
         self._housekeeper = threading.Thread(
             target=_keep_house,
@@ -118,14 +124,11 @@ class TableWriter:
         self._housekeeper.start()
 
     def _load(self) -> None:
-        """Read the table's state: schema, indexes, spec, regions."""
+        """Read the table's state: spec and regions."""
         self._snapshot = self._base.snapshot()
-        self.shape = self._snapshot.shape
-        self._columns_by_id = self.shape.columns_by_id
-        self._target = self._base.flush_target(self._snapshot)
+        spec = self._snapshot.details.current_spec
         if self._region_id is not None:
             return
-        spec = self._snapshot.details.current_spec
         if spec is None:
             raise InvalidInput(
                 f"{self._base.uri} has no region spec; write to a region by id: writer(region=…)"
@@ -140,7 +143,8 @@ class TableWriter:
 
     def upsert(self, data: Any) -> int:
         """Insert rows, or replace those with the same key; returns how many were written."""
-        batch = data if isinstance(data, pa.RecordBatch) else rows_to_batch(data, self.shape)
+        data = self._columns.checked(data)
+        batch = data if isinstance(data, pa.RecordBatch) else self._columns.conform(data)
         if 0 < batch.num_rows <= _SMALL_ROWS:
             item = _SmallUpsert(batch)
             self._small.run(item)
@@ -148,7 +152,7 @@ class TableWriter:
         return self._upsert(batch)
 
     def _upsert(self, batch: pa.RecordBatch) -> int:
-        return self._write(self.shape.wal_rows(rows_to_batch(batch, self.shape)))
+        return self._write(self.shape.wal_rows(self._columns.conform(batch)))
 
     def _upsert_together(self, group: list[_SmallUpsert]) -> None:
         """Write small upserts as one, or each on its own if together they are not valid."""
@@ -191,7 +195,7 @@ class TableWriter:
                     raise sealed[0][0]
                 # The table got a new region spec. What other regions took stays there.
                 self._reload(router)
-                waiting = pa.concat_batches([self.shape.align(part) for _, part in sealed])
+                waiting = pa.concat_batches([part for _, part in sealed])
             return int(rows.num_rows)
 
     @contextmanager
@@ -217,7 +221,7 @@ class TableWriter:
             return [(RegionIdentity(self._region_id, self._manual_spec_id()), rows)]
         if router.unsharded:
             return [(router.identity((0,)), rows)]
-        groups = transforms.group(router.spec, rows, self._columns_by_id)
+        groups = transforms.group(router.spec, rows, self.shape.columns_by_id)
         return [
             (router.identity(values), rows if indices is None else rows.take(pa.array(indices)))
             for values, indices in groups
@@ -271,7 +275,7 @@ class TableWriter:
             writer: RegionWriter | None = None
             try:
                 writer = self._region(identity)
-                writer.write(rows if writer.shape is self.shape else writer.shape.align(rows))
+                writer.write(rows)
                 return
             except (Fenced, ClaimContention) as error:
                 # Of a writer that wrote, or of a claim that lost against another.
@@ -398,6 +402,11 @@ class TableWriter:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the table's columns are not those it was opened with any more."""
+        return bool(self._columns.changed)
 
     @property
     def released(self) -> bool:

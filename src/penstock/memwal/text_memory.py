@@ -32,6 +32,7 @@ from penstock.index.base import SYSTEM_INDEX_PREFIX, IndexSpec, load_index_specs
 from penstock.index.text import VOCABULARY_LIMIT, TextAnalyzer, TextIndex
 from penstock.index.text_block import build_block
 from penstock.memwal.cache import ByteCache, FewCache
+from penstock.memwal.index_choice import chosen_index
 from penstock.memwal.memtable import MemTable
 from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
 from penstock.memwal.text_group import GroupText, Placed, TextGroups
@@ -127,7 +128,7 @@ class TextMemory:
                 f'create_index({name!r}, "fts")'
             )
         field_id = view.shape.field_ids[name]
-        key = (field_id, *found)
+        key = (field_id, *found, name)
         return self._columns.get(key, lambda: self._open(view, name, field_id, key))
 
     def _indexes(self, view: View) -> dict[str, tuple[str, Hashable]]:
@@ -137,7 +138,7 @@ class TextMemory:
         """
 
         def describe() -> dict[str, tuple[str, Hashable]]:
-            found: dict[str, tuple[str, Hashable]] = {}
+            found: dict[str, dict[str, Hashable]] = {}
             for index in view.base.dataset.describe_indices():
                 fields = list(index.field_names)
                 if index.name.startswith(SYSTEM_INDEX_PREFIX) or len(fields) != 1:
@@ -147,8 +148,13 @@ class TextMemory:
                         (str(segment.uuid), frozenset(segment.fragment_ids))
                         for segment in index.segments
                     )
-                    found.setdefault(fields[0], (index.name, segments))
-            return found
+                    found.setdefault(fields[0], {})[index.name] = segments
+            chosen = {
+                column: chosen_index(view.base.details, view.shape.field_ids[column], list(by_name))
+                for column, by_name in found.items()
+                if column in view.shape.field_ids
+            }
+            return {column: (name, found[column][name]) for column, name in chosen.items()}
 
         return self._described.get(view.base.version, describe)
 
@@ -280,7 +286,7 @@ class GrowingTexts:
             if index is None:
                 index = self._indexes[key] = TextIndex(column.spec, column.encoder.analyzer)
             if len(index) < source.rows:
-                added = source.memtable.table(source.rows).slice(len(index))
+                added = source.memtable.table(source.rows, first=len(index))
                 texts = [
                     view.shape.align(batch).column(column.name) for batch in added.to_batches()
                 ]
@@ -331,7 +337,8 @@ def _opened(item: _Stored, column: TextColumn) -> IndexedText | StreamedText:
         dataset = item.generation.dataset
         try:
             (spec,) = load_index_specs(dataset, [column.spec.name])
-            if spec.column == column.name and tokenizer_of(spec.text or {}) == column.tokenizer:
+            same = item.generation.field_id(spec.column) == column.field_id
+            if same and tokenizer_of(spec.text or {}) == column.tokenizer:
                 return IndexedText(open_index(dataset, spec.name, _POSTINGS_CACHE_BYTES))
         except InvalidInput:
             pass  # it was flushed without this index, or with one of another format

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -34,6 +34,7 @@ from penstock.index.bm25 import (
 )
 from penstock.index.impact import best_chosen_rows, best_rows
 from penstock.index.text import Postings
+from penstock.lazy import lazy
 from penstock.memwal.freshness import RowIdSet
 from penstock.memwal.hits import Hits
 from penstock.memwal.plan import Node
@@ -91,7 +92,7 @@ class TextQuery:
         # Regions that cannot match are not searched, but count in the statistics all the same.
         self.searched = {id(source) for source in view.pruned(where).sources}
 
-    @cached_property
+    @lazy
     def standings(self) -> list[Standing]:
         """Of each column."""
         return [standing(self.view, asked.column) for asked in self.asked]

@@ -36,6 +36,7 @@ from penstock.index.base import SYSTEM_INDEX_PREFIX, load_index_specs
 from penstock.index.growing import GrowingArray
 from penstock.index.ivf import NO_PARTITION, IvfIndex
 from penstock.memwal.cache import ByteCache
+from penstock.memwal.index_choice import chosen_index
 from penstock.memwal.live_indexes import vectors_of
 from penstock.memwal.memtable import MemTable
 from penstock.memwal.shape import TableShape
@@ -71,6 +72,10 @@ class VectorColumn:
     """The metric of the index; None without one."""
     compressed: bool = False
     """Whether distances from the index are approximate."""
+    index: str | None = None
+    """The name of the index."""
+    has_others: bool = False
+    """Whether there are other indexes on the column, which Lance might take."""
     segments: frozenset[str] = frozenset()
     model: IvfIndex | None = None
     """The index's centroids, to tell a vector's partition; never holds rows."""
@@ -276,32 +281,40 @@ def _describe(view: View, name: str, metric: str | None) -> VectorColumn:
         )
     plain = VectorColumn(name, view.shape.field_ids[name], kind.list_size)
     dataset = view.base.dataset
-    for index in dataset.describe_indices():
-        if list(index.field_names) != [name] or index.name.startswith(SYSTEM_INDEX_PREFIX):
-            continue
-        used = str(dict(index.details).get("metric_type", "")).lower()
-        if not used or used != (metric or used):
-            continue
-        segments = frozenset(str(segment.uuid) for segment in index.segments)
-        covered = {number for segment in index.segments for number in segment.fragment_ids}
-        fragments = [f for f in dataset.get_fragments() if f.fragment_id not in covered]
-        compressed = index.index_type.lower() not in _EXACT_KINDS
-        known = replace(
-            plain,
-            metric=used,
-            compressed=compressed,
-            segments=segments,
-            unindexed=tuple((_contents(fragment), fragment) for fragment in fragments),
-        )
-        try:
-            (spec,) = load_index_specs(dataset, [index.name])
-        except InvalidInput:  # its files belong to another table; only Lance finds them
-            return known
-        if spec.vector is None or spec.vector.centroids is None or used == "hamming":
-            return known
-        bare = replace(spec.vector, codebook=None, sq_bounds=None)
-        return replace(known, model=IvfIndex(replace(spec, vector=bare)))
-    return plain
+    indexes = {
+        index.name: index
+        for index in dataset.describe_indices()
+        if list(index.field_names) == [name]
+        and not index.name.startswith(SYSTEM_INDEX_PREFIX)
+        and _metric_of(index)
+    }
+    usable = [index.name for index in indexes.values() if _metric_of(index) == metric or not metric]
+    if not usable:
+        return plain
+    index = indexes[chosen_index(view.base.details, plain.field_id, usable)]
+    covered = {number for segment in index.segments for number in segment.fragment_ids}
+    fragments = [f for f in dataset.get_fragments() if f.fragment_id not in covered]
+    known = replace(
+        plain,
+        metric=_metric_of(index),
+        compressed=index.index_type.lower() not in _EXACT_KINDS,
+        index=index.name,
+        has_others=len(indexes) > 1,
+        segments=frozenset(str(segment.uuid) for segment in index.segments),
+        unindexed=tuple((_contents(fragment), fragment) for fragment in fragments),
+    )
+    try:
+        (spec,) = load_index_specs(dataset, [index.name])
+    except InvalidInput:  # its files belong to another table; only Lance finds them
+        return known
+    if spec.vector is None or spec.vector.centroids is None or known.metric == "hamming":
+        return known
+    bare = replace(spec.vector, codebook=None, sq_bounds=None)
+    return replace(known, model=IvfIndex(replace(spec, vector=bare)))
+
+
+def _metric_of(index: Any) -> str:
+    return str(dict(index.details).get("metric_type", "")).lower()
 
 
 def _contents(fragment: lance.LanceFragment) -> str:
@@ -387,8 +400,11 @@ class _GrowingBlocks:
             growing.extend(shape, source, column.name)
         rows = source.rows
         partitions = model = None
-        for index in source.memtable.indexes.by_name.values():
-            if isinstance(index, IvfIndex) and index.column == column.name:
+        live = source.memtable.indexes.by_name
+        for name in sorted(live, key=lambda name: name != column.index):
+            index = live[name]
+            field_id = source.memtable.shape.field_ids.get(index.column)
+            if isinstance(index, IvfIndex) and field_id == column.field_id:
                 partitions, model = index.partitions(rows), index
                 if len(partitions) < rows:
                     # Rows that the index has not reached yet belong to no partition.
@@ -413,7 +429,7 @@ class _GrowingBlock:
     def extend(self, shape: TableShape, source: MemTableSource, name: str) -> None:
         if len(self.usable) >= source.rows:
             return
-        added = source.memtable.table(source.rows).slice(len(self.usable))
+        added = source.memtable.table(source.rows, first=len(self.usable))
         for batch in added.to_batches():
             values, valid = _matrix(shape.align(batch).column(name))
             valid &= ~np.asarray(batch.column(TOMBSTONE))

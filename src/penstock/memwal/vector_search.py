@@ -421,15 +421,34 @@ def _ask_lance(
         nearest["refine_factor"] = max(1 if search.refine else _LEAST_REFINE, spread)
     if search.nprobes is not None:
         nearest["nprobes"] = search.nprobes
-    while True:
-        hits = dataset.scanner(
-            columns=[*columns, DISTANCE],
-            nearest={**nearest, "k": max(1, asked)},
+    segments = None
+    if indexed_only and search.uses_index and search.column.has_others:
+        # Only these, so that it is the index whose unindexed rows are searched elsewhere.
+        segments = sorted(search.column.segments)
+    # Where row ids are stable, an index still has the rows that were deleted before a compaction.
+    # Lance overlooks that they are gone until it looks up where they are, and then has fewer rows.
+    outdated = bool(search.uses_index and sql is None and dataset.has_stable_row_ids)
+
+    def scanned(options: dict[str, Any], looked_up: bool) -> pa.Table:
+        return dataset.scanner(
+            columns=[*(columns if looked_up else ()), DISTANCE],
+            nearest=options,
             filter=sql,
             prefilter=sql is not None,
             with_row_id=True,
+            with_row_address=outdated and looked_up and not columns,
             fast_search=indexed_only,
+            index_segments=segments,
         ).to_table()
+
+    def has_more() -> bool:
+        """Whether the index has as many as were asked for, gone ones among them."""
+        entries = max(1, asked) * nearest.get("refine_factor", 1)
+        plain = {name: value for name, value in nearest.items() if name != "refine_factor"}
+        return bool(scanned({**plain, "k": entries}, looked_up=False).num_rows >= entries)
+
+    while True:
+        hits = scanned({**nearest, "k": max(1, asked)}, looked_up=True)
         distances = hits[DISTANCE].to_numpy()
         if np.isinf(distances).any() and search.uses_index and "refine_factor" not in nearest:
             # Rows that match a filter but lie in no partition it looked into: Lance adds them
@@ -440,7 +459,9 @@ def _ask_lance(
         yield hits if inside.all() else hits.filter(pa.array(inside))
         if search.is_beyond(distances):
             return
-        if hits.num_rows < asked:
+        if hits.num_rows < asked and outdated and has_more():
+            asked = 2 * asked
+        elif hits.num_rows < asked:
             if "nprobes" not in nearest:
                 return
             del nearest["nprobes"]  # without it Lance goes on to further partitions

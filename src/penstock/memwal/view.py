@@ -24,8 +24,8 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -36,27 +36,29 @@ from penstock.errors import (
     Corruption,
     Fenced,
     InvalidInput,
+    StorageError,
     VersionNotFound,
     WriterClosed,
     WriterPoisoned,
 )
 from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import key_array, key_type
+from penstock.lazy import lazy
+from penstock.memwal.advance import Advance
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.cache import ByteCache, FewCache
 from penstock.memwal.freshness import Freshness, RowIdSet, SettledFreshness
-from penstock.memwal.index_details import version_exists
-from penstock.memwal.live_indexes import LiveIndexes
-from penstock.memwal.manifest import RegionManifest, manifest_chain
-from penstock.memwal.memtable import MemTable, prepare_rows
+from penstock.memwal.index_details import is_latest_version, version_exists
+from penstock.memwal.manifest import RegionManifest
+from penstock.memwal.memtable import MemTable
 from penstock.memwal.recent_keys import RecentKeys, RecentRows
 from penstock.memwal.region_spec import arrow_type
 from penstock.memwal.regions import list_region_ids
 from penstock.memwal.shape import TableShape
 from penstock.memwal.snapshots import SnapshotGone, read_snapshot
 from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
+from penstock.memwal.tails import Tail
 from penstock.memwal.transforms import decode_value
-from penstock.memwal.wal import FIRST_POSITION, Wal
 from penstock.memwal.writer import RegionWriter
 
 if TYPE_CHECKING:
@@ -71,7 +73,6 @@ _KEPT_SNAPSHOTS = 4
 _OPEN_THREADS = 8
 """So many generations are opened at a time."""
 CONSISTENCIES = ("strong", "eventual")
-_NO_INDEXES = LiveIndexes([], pa.schema([]))
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -85,6 +86,8 @@ class RegionView:
 
     manifest: RegionManifest
     sources: tuple[FreshSource, ...]
+    is_behind: bool = False
+    """Whether there is a newer manifest, which shows the same rows."""
 
     @property
     def rank(self) -> int:
@@ -101,7 +104,7 @@ class View:
         self.given = regions
         self.regions = sorted(regions, key=lambda region: region.rank)
 
-    @cached_property
+    @lazy
     def sources(self) -> list[FreshSource]:
         """Everything in front of the base, in the order in which later ones win."""
         return [source for region in self.regions for source in region.sources]
@@ -134,13 +137,13 @@ class View:
         kept = [region for region in self.regions if may_match(region)]
         return self if len(kept) == len(self.regions) else View(self.reader, self.base, kept)
 
-    @cached_property
+    @lazy
     def _by_kind(self) -> tuple[list[GenerationSource], list[MemTableSource]]:
         sources = self.sources
         generations = [s for s in sources if isinstance(s, GenerationSource)]
         return generations, [s for s in sources if isinstance(s, MemTableSource)]
 
-    @cached_property
+    @lazy
     def freshness(self) -> Freshness:
         """Which rows in front of the base are the newest of their key."""
         kind = key_type(self.shape.schema, self.shape.key_columns)
@@ -153,7 +156,7 @@ class View:
         settled = self.reader.settled(generations, kind)
         return Freshness(settled, generations, memory, kind, self._recent)
 
-    @cached_property
+    @lazy
     def _recent(self) -> list[RecentRows] | None:
         """What is known of the keys in memory; None where two MemTables may share a key."""
         _, memory = self._by_kind
@@ -163,7 +166,7 @@ class View:
             return None
         return [self.reader.recent(source) for source in memory]
 
-    @cached_property
+    @lazy
     def hidden_base_rows(self) -> RowIdSet | None:
         """Row ids of base rows that something newer supersedes.
 
@@ -183,7 +186,7 @@ class View:
             recent = recent[recent != NOT_FOUND]
         return hidden.plus(recent) if len(recent) else hidden
 
-    @cached_property
+    @lazy
     def key_index(self) -> KeyIndex | None:
         """The keys of the base in memory, or None if they are too many for the cache."""
         return self.reader.key_index(self.base)
@@ -224,12 +227,13 @@ class Reader:
         self._settled: ByteCache[SettledFreshness] = ByteCache(SETTLED_CACHE_BYTES, "freshness")
         self._hidden: ByteCache[RowIdSet] = ByteCache(SETTLED_CACHE_BYTES, "hidden rows")
         self._recent: weakref.WeakKeyDictionary[MemTable, RecentKeys] = weakref.WeakKeyDictionary()
-        self._tails: dict[uuid.UUID, _Tail] = {}
+        self._tails: dict[uuid.UUID, Tail] = {}
         self._known: dict[uuid.UUID, RegionManifest] = {}
         """A manifest of each region met so far: which values it stands for never changes."""
         self._last: View | None = None
         self._memories: dict[type[object], object] = {}
         self._snapshots: FewCache[tuple[RegionManifest, ...]] = FewCache(_KEPT_SNAPSHOTS)
+        self._advance = Advance(table, self._use_what_was_tried)
         self._lock = threading.Lock()
 
     def read(
@@ -240,30 +244,52 @@ class Reader:
         consistency: str = "strong",
         version: int | None = None,
         leave_out: LeaveOut | None = None,
+        kind: str | None = None,
     ) -> T:
-        """Run `work` on a fresh view, and again on another if the first went stale under it."""
+        """Run `work` on a fresh view, and again on another if the first went stale under it.
+
+        Of each `kind` of read, the last is tried on new versions of the base before they are used.
+        """
         version = self.check(consistency, version)
         stale: StaleView | None = None
+        gone: Exception | None = None
         for attempt in self.table.seams.attempts():
+            view: View | None = None
             try:
                 view = self.view(
                     writers(), consistency=consistency, version=version, leave_out=leave_out
                 )
-                return work(view)
+                found = work(view)
+                if kind is not None and version is None and consistency == "strong":
+                    self._advance.remember(kind, work)
+                return found
             except StaleView as error:
                 stale = error
+                self._move_on()
                 metrics.stale_views.inc()
                 if attempt + 1 >= _VIEW_ATTEMPTS:
                     break
-            except (OSError, RuntimeError) as error:
-                # Lance cleans versions up, too: then its error says what, and not why.
+            except (OSError, RuntimeError, pa.ArrowException) as error:
+                # Versions are cleaned up under readers: then Lance's error says what, and not why.
+                if version is None and (self._move_on() or self._is_past(view)):
+                    gone = error
+                    continue
                 if version is None or version_exists(self.table.store, version):
                     raise
                 raise VersionNotFound(
                     f"{self.table.uri}: version {version} was cleaned up while it was read "
                     f"({error}); read a newer one"
                 ) from error
+        if stale is None:
+            raise StorageError(
+                f"{self.table.uri}: versions are cleaned up faster than they can be read ({gone}); "
+                "keep them for longer with gc(retain_seconds=…)"
+            ) from gone
         raise self._lasting(stale, version) from stale
+
+    def _is_past(self, view: View | None) -> bool:
+        """Whether there is a newer version than a view has, so that its own may be gone."""
+        return view is not None and not is_latest_version(self.table.store, view.base.version)
 
     def _lasting(self, stale: StaleView | None, version: int | None) -> Exception:
         """What to say when no view is better than the last one."""
@@ -315,15 +341,16 @@ class Reader:
         if version is not None or consistency != "strong":
             base = self.table.snapshot(version)
             return View(self, base, self._named_regions(base))
-        base = self.table.snapshot()
-        usable = [writer for writer in writers if writer.failure is None]
-        # Of two writers of a region in this process the one that claimed it last counts.
-        live = {w.region_id: w for w in sorted(usable, key=lambda writer: writer.epoch)}
-        ids = list_region_ids(self.table.store)
-        if leave_out is not None and len(ids) > 1:
-            left_out = leave_out(base, [self._known[i] for i in ids if i in self._known])
-            ids = [region_id for region_id in ids if region_id not in left_out]
-        regions = [self._region(base, region_id, live.get(region_id)) for region_id in ids]
+        writers = list(writers)
+        newest = self.table.snapshot()
+
+        def view_of(tried: BaseSnapshot) -> View:
+            return View(self, tried, self._regions(tried, writers, trying=True))
+
+        base = self._advance.choose(newest, view_of)
+        regions = self._regions(base, writers, leave_out)
+        if any(region.is_behind for region in regions):
+            self._advance.prepare(newest, view_of)
         if leave_out is not None:
             return View(self, base, regions)
         # If nothing was written since the last one, what that has worked out holds for this.
@@ -331,6 +358,23 @@ class Reader:
         if last is None or last.base is not base or not _same_sources(last.given, regions):
             last = self._last = View(self, base, regions)
         return last
+
+    def _regions(
+        self,
+        base: BaseSnapshot,
+        writers: Iterable[RegionWriter],
+        leave_out: LeaveOut | None = None,
+        *,
+        trying: bool = False,
+    ) -> list[RegionView]:
+        usable = [writer for writer in writers if writer.failure is None]
+        # Of two writers of a region in this process the one that claimed it last counts.
+        live = {w.region_id: w for w in sorted(usable, key=lambda writer: writer.epoch)}
+        ids = list_region_ids(self.table.store)
+        if leave_out is not None and len(ids) > 1:
+            left_out = leave_out(base, [self._known[i] for i in ids if i in self._known])
+            ids = [region_id for region_id in ids if region_id not in left_out]
+        return [self._region(base, i, live.get(i), trying=trying) for i in ids]
 
     def memory(self, kind: type[M]) -> M:
         """What a kind of search keeps between reads of this table; made when first asked for."""
@@ -344,6 +388,7 @@ class Reader:
     def forget(self) -> None:
         """Let go of the last view, and with it of the rows in memory that it has."""
         self._last = None
+        self._advance.forget()
 
     def _named_regions(self, base: BaseSnapshot) -> list[RegionView]:
         """The regions as the snapshot of a version has them; without one the base is all."""
@@ -392,7 +437,12 @@ class Reader:
         return self.key_indexes.get(base.version, lambda: _build_key_index(base))
 
     def _region(
-        self, base: BaseSnapshot, region_id: uuid.UUID, writer: RegionWriter | None
+        self,
+        base: BaseSnapshot,
+        region_id: uuid.UUID,
+        writer: RegionWriter | None,
+        *,
+        trying: bool,
     ) -> RegionView:
         if writer is not None:
             try:
@@ -402,9 +452,24 @@ class Reader:
             except (Fenced, WriterClosed, WriterPoisoned):
                 pass  # not ours any more: read it as any other process would
         with self._lock:
-            tail = self._tails.setdefault(region_id, _Tail(self.table, region_id))
-        manifest, memtable, rows = tail.read(base.shape)
-        return self._checked(base, manifest, ((memtable, rows),) if rows else ())
+            tail = self._tails.setdefault(region_id, Tail(self.table, region_id))
+        if trying:
+            manifest, memtable, rows = tail.try_newest(base)
+            is_behind = False
+        else:
+            waits = self._advance.waits(base)
+            manifest, memtable, rows, is_behind = tail.read(base, may_stay=waits)
+        region = self._checked(base, manifest, ((memtable, rows),) if rows else ())
+        return replace(region, is_behind=is_behind)
+
+    def _move_on(self) -> bool:
+        """Read the newest of everything from now on; False if that is so already."""
+        behind = [tail.move_on() for tail in list(self._tails.values())]
+        return self._advance.move_on() or any(behind)
+
+    def _use_what_was_tried(self) -> None:
+        for tail in list(self._tails.values()):
+            tail.use_tried()
 
     def _checked(
         self,
@@ -434,70 +499,6 @@ class Reader:
         ]
         memory = [MemTableSource(m, rows, manifest.region_id) for m, rows in memtables if rows]
         return RegionView(manifest, (*flushed, *memory))
-
-
-class _Tail:
-    """The WAL of a region that another process writes: read once, then only what was added."""
-
-    def __init__(self, table: BaseTable, region_id: uuid.UUID) -> None:
-        self._region_id = region_id
-        self._chain = manifest_chain(table.store, region_id, table.seams)
-        self._wal = Wal(table.store, region_id, table.seams)
-        self._lock = threading.Lock()
-        self._manifest: RegionManifest | None = None
-        self._memtable: MemTable | None = None
-        self._read_to = FIRST_POSITION - 1
-
-    def read(self, shape: TableShape) -> tuple[RegionManifest, MemTable, int]:
-        """The manifest, and the rows behind it that are in no generation."""
-        with self._lock:
-            for _ in range(_VIEW_ATTEMPTS):
-                manifest = self._latest()
-                memtable = self._extend(manifest, shape)
-                # What was flushed while the tail was read may be missing from both: look again.
-                if self._chain.is_latest(manifest.version) or _same_rows(
-                    manifest, self._chain.latest()
-                ):
-                    return manifest, memtable, memtable.rows
-        raise StaleView(f"region {self._region_id} keeps changing while it is read")
-
-    def _latest(self) -> RegionManifest:
-        known = self._manifest
-        if known is not None and self._chain.is_latest(known.version):
-            return known
-        manifest = self._chain.latest()
-        if manifest is None:
-            raise StaleView(f"region {self._region_id} has files but no manifest")
-        if known is None or not _same_rows(known, manifest):
-            self._memtable = None
-        self._manifest = manifest
-        return manifest
-
-    def _extend(self, manifest: RegionManifest, shape: TableShape) -> MemTable:
-        memtable = self._memtable
-        if memtable is None or memtable.shape is not shape:
-            memtable = MemTable(manifest.current_generation, shape, _NO_INDEXES, 0.0)
-            self._read_to = manifest.replay_after_wal_entry_position
-        # If reading fails between two batches of an entry, the next view begins anew.
-        self._memtable = None
-        for entry in self._wal.tail(self._read_to):
-            if entry.generation >= manifest.current_generation:
-                for stored in entry.batches:
-                    batch = shape.align(stored)
-                    rows = prepare_rows(shape, _NO_INDEXES, batch, batch.nbytes, indexed=False)
-                    memtable.append(rows)
-            self._read_to = entry.position
-        self._memtable = memtable
-        return memtable
-
-
-def _same_rows(before: RegionManifest, now: RegionManifest | None) -> bool:
-    """Whether only the owner changed, so that the WAL behind both begins at the same entry."""
-    return now is not None and (
-        now.replay_after_wal_entry_position == before.replay_after_wal_entry_position
-        and now.current_generation == before.current_generation
-        and now.flushed_generations == before.flushed_generations
-    )
 
 
 def _build_key_index(base: BaseSnapshot) -> KeyIndex:

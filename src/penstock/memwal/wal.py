@@ -44,8 +44,8 @@ _MAGIC = b"PSTKWAL1"
 _TRAILER_BYTES = 32
 _CONTINUATION = b"\xff\xff\xff\xff"
 _FENCE_MOVES = 10_000
-_READ_ONE_BY_ONE = 2
-"""A reader that keeps up finds one new entry or none, which is not worth a thread."""
+_READ_ONE_BY_ONE = 4
+"""A reader that keeps up finds few new entries or none, which is not worth a thread."""
 _READ_AHEAD_ENTRIES = 16
 _READ_AHEAD_THREADS = 4
 

@@ -83,10 +83,60 @@ _MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
         (2, "fields", "*int32"),
         (3, "name", "string"),
         (4, "dataset_version", "uint64"),
+        (5, "fragment_bitmap", "bytes"),
         (6, "index_details", "Any"),
     ),
     "IndexSection": ((1, "indices", "*IndexMetadata"),),
-    "TableManifest": ((3, "version", "uint64"), (6, "index_section", "?uint64")),
+    # Fragments stay bytes: most are the same in many versions, and are parsed once.
+    "TableManifest": (
+        (2, "fragments", "*bytes"),
+        (3, "version", "uint64"),
+        (6, "index_section", "?uint64"),
+        (7, "timestamp", "Timestamp"),
+        (11, "max_fragment_id", "?uint32"),
+        (12, "transaction_file", "string"),
+    ),
+    "Timestamp": ((1, "seconds", "int64"), (2, "nanos", "int32")),
+    "DataFragment": (
+        (1, "id", "uint64"),
+        (2, "files", "*DataFile"),
+        (3, "deletion_file", "DeletionFile"),
+        (6, "external_row_ids", "ExternalFile"),
+        (7, "last_updated_at_versions", "?bytes"),
+        (8, "external_last_updated_at_versions", "ExternalFile"),
+        (9, "created_at_versions", "?bytes"),
+        (10, "external_created_at_versions", "ExternalFile"),
+        (11, "overlays", "*DataOverlayFile"),
+    ),
+    "DataFile": ((1, "path", "string"),),
+    "DataOverlayFile": ((1, "data_file", "DataFile"),),
+    "DeletionFile": (
+        (1, "file_type", "uint32"),
+        (2, "read_version", "uint64"),
+        (3, "id", "uint64"),
+    ),
+    "ExternalFile": ((1, "path", "string"),),
+    # The versions that Lance keeps of rows, as runs of rows with the same version.
+    "RowVersions": ((1, "runs", "*RowVersionRun"),),
+    "RowVersionRun": ((2, "version", "uint64"),),
+    # A column of a Lance schema; what else it says is carried along.
+    "SchemaField": ((2, "name", "string"), (3, "id", "int32"), (4, "parent_id", "int32")),
+    # Lance's stable row ids of a fragment; each segment has exactly one of its fields.
+    "RowIdSequence": ((1, "segments", "*RowIdSegment"),),
+    "RowIdSegment": (
+        (1, "range", "RowIdRange"),
+        (2, "range_with_holes", "RowIdRange"),
+        (3, "range_with_bitmap", "RowIdRange"),
+        (4, "sorted_array", "RowIdArray"),
+        (5, "array", "RowIdArray"),
+    ),
+    "RowIdRange": ((1, "start", "uint64"), (2, "end", "uint64")),
+    "RowIdArray": (
+        (1, "u16", "RowIdOffsets"),
+        (2, "u32", "RowIdOffsets"),
+        (3, "u64", "RowIdOffsets"),
+    ),
+    "RowIdOffsets": ((1, "base", "uint64"), (2, "offsets", "bytes")),
 }
 
 

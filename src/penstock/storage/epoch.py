@@ -10,13 +10,16 @@ same bytes. The claimant tries again with a higher epoch; an epoch may be skippe
 
 Reading the latest version starts at a best-effort hint and probes forward. Old versions are
 removed in ascending order only, so a version that still exists after its successor was found
-missing is the latest; if it is gone, the directory is listed instead.
+missing is the latest; if it is gone, the directory is listed instead. A change by somebody who
+stalled until the place of its version was cleaned up again lands there and is refused: the version
+it was made from is gone then, too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from penstock import metrics
@@ -30,6 +33,9 @@ from penstock.errors import (
 )
 from penstock.storage.objects import ObjectStore
 from penstock.storage.seams import Seams
+
+KEPT_VERSIONS = 16
+"""So many of the newest versions are never removed."""
 
 
 class Epochal(Protocol):
@@ -169,6 +175,31 @@ class VersionedObject(Generic[T]):
                 f"{current.writer_epoch} has taken over; open a new writer to claim it again"
             )
 
+    # --- removing --------------------------------------------------------------------------
+
+    def remove(self, versions: Sequence[int]) -> int:
+        """Remove old versions, the oldest first; returns how many. The newest ones stay.
+
+        Lance looks for the latest version from the hint on and nowhere else, so the hint has to
+        be beyond what goes.
+        """
+        latest = self.latest()
+        if latest is None:
+            return 0
+        old = sorted(v for v in versions if v <= latest.version - KEPT_VERSIONS)
+        if not old:
+            return 0
+        if self._read_hint() <= old[-1]:
+            self._write_hint(latest.version)
+            if self._read_hint() <= old[-1]:
+                raise StorageError(
+                    f"{self.name}: its version hint does not stay where it was put, so no old "
+                    "version can be removed; try again"
+                )
+        for version in old:
+            self._store.delete(self._key(version))
+        return len(old)
+
     # --- details ---------------------------------------------------------------------------
 
     def _latest_to_change(self) -> T | None:
@@ -188,13 +219,30 @@ class VersionedObject(Generic[T]):
         return current
 
     def _put(self, value: T) -> None:
-        self._store.put_if_absent(self._key(value.version), self._encode(value))
+        key = self._key(value.version)
+        self._store.put_if_absent(key, self._encode(value))
+        if not self._continues(value.version):
+            with suppress(StorageError):
+                self._store.delete(key)
+            raise StorageError(
+                f"{self.name}: version {value.version} was written where clean-up had removed one; "
+                "whoever wrote it had slept too long, try again"
+            )
         self._seen_version = max(self._seen_version, value.version)
         try:
-            hint = json.dumps({"version": value.version}).encode()
-            self._store.put(f"{self._directory}/version_hint.json", hint)
+            self._write_hint(value.version)
         except StorageError:
             metrics.hint_failures.inc()
+
+    def _continues(self, version: int) -> bool:
+        """Whether a version that was just written follows another, or is really the first."""
+        if version > 1:
+            return self._exists(version - 1)
+        return len(self._list_versions()) <= KEPT_VERSIONS
+
+    def _write_hint(self, version: int) -> None:
+        hint = json.dumps({"version": version}).encode()
+        self._store.put(f"{self._directory}/version_hint.json", hint)
 
     def _get(self, version: int) -> T | None:
         key = self._key(version)

@@ -8,6 +8,9 @@ A `Backoff` says how often and how long; `pauses` is the loop:
 
 The first attempt comes at once. Before attempt n (from 1) it sleeps a time drawn evenly from
 [0, base_ms * 2**(n-1)], at most max_ms, so that losers of one race do not meet again in step.
+
+Of a store that fails again and again not much is to be hoped; `attempts` is for that. Who loses a
+race for the next version of a table has seen somebody else win: `races` may be many more.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ class Backoff:
     attempts: int = 8
     base_ms: float = 10.0
     max_ms: float = 1000.0
+    races: int = 64
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or self.base_ms < 0 or self.max_ms < self.base_ms:
-            raise InvalidInput(f"{self} needs attempts >= 1 and 0 <= base_ms <= max_ms")
+        if min(self.attempts, self.races) < 1 or not 0 <= self.base_ms <= self.max_ms:
+            raise InvalidInput(f"{self} needs attempts, races >= 1 and 0 <= base_ms <= max_ms")
 
     def ceiling_ms(self, attempt: int) -> float:
         """The longest pause before the attempt of that number (the first is 0)."""
@@ -36,9 +40,9 @@ class Backoff:
             return 0.0
         return float(min(self.max_ms, self.base_ms * 2.0 ** min(attempt - 1, 60)))
 
-    def pauses(self, clock: Clock, entropy: Entropy) -> Iterator[int]:
+    def pauses(self, clock: Clock, entropy: Entropy, attempts: int | None = None) -> Iterator[int]:
         """Attempt numbers from 0, sleeping before each but the first."""
-        for attempt in range(self.attempts):
+        for attempt in range(self.attempts if attempts is None else attempts):
             if attempt:
                 clock.sleep_ms(entropy.uniform(0.0, self.ceiling_ms(attempt)))
             yield attempt

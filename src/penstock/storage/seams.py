@@ -19,3 +19,7 @@ class Seams:
     def attempts(self) -> Iterator[int]:
         """Attempt numbers from 0, with a jittered pause before each but the first."""
         return self.backoff.pauses(self.clock, self.entropy)
+
+    def races(self) -> Iterator[int]:
+        """The same, for those who lose only if somebody else wins."""
+        return self.backoff.pauses(self.clock, self.entropy, self.backoff.races)
