@@ -251,7 +251,8 @@ def read_steadily(table: penstock.Table, seconds: float, rows: int) -> dict[str,
     random = np.random.default_rng(19)
     batch = Rows(7).batch(2_000)
     vectors = np.stack(batch.column("vector").to_numpy(zero_copy_only=False))
-    words = [word for body in batch.column("body").to_pylist() for word in body.split()]
+    bodies = batch.column("body").to_pylist()
+    words = np.array([word for body in bodies for word in body.split()])
     kinds: dict[str, Callable[[], Any]] = {
         "get": lambda: table.get(int(random.integers(0, rows))),
         "vector search": lambda: (

@@ -17,10 +17,12 @@ from penstock.index.primary_key import check_key_type, mark_primary_key
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.flush import check_field_ids
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details, last_details
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.region_spec import RegionBy, bind, unsharded
 from penstock.memwal.regions import list_region_ids
 from penstock.memwal.shape import TableShape, check_column_names
+from penstock.memwal.table_commit import commit_details
+from penstock.memwal.table_versions import last_details
 from penstock.memwal.wal import TOMBSTONE
 from penstock.storage.objects import ObjectStore
 from penstock.storage.open import open_store

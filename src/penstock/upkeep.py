@@ -25,12 +25,13 @@ from penstock.memwal.evolve import NewColumns
 from penstock.memwal.gc import collect
 from penstock.memwal.gc_limits import ORPHAN_SECONDS, RETAIN_SECONDS
 from penstock.memwal.gc_report import GcReport
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.inspect import Inspection, inspect_table
 from penstock.memwal.maintain import MaintainReport, Progress, maintain
 from penstock.memwal.merge import MERGE_ROWS, MergeReport, merge_all
 from penstock.memwal.region_spec import RegionBy, bind
 from penstock.memwal.snapshots import build_snapshot
+from penstock.memwal.table_commit import commit_details
 from penstock.memwal.writer import RegionWriter
 
 

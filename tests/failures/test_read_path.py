@@ -25,9 +25,9 @@ from tests.memwal.searching import search_text
 import penstock
 from penstock.errors import Corruption
 from penstock.memwal import names
-from penstock.memwal.index_details import read_details
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest
 from penstock.memwal.regions import load_manifests
+from penstock.memwal.table_versions import read_details
 from penstock.storage.faults import FaultStore, Rule
 from penstock.storage.open import open_store
 from penstock.storage.seams import Seams

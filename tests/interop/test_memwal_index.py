@@ -17,7 +17,9 @@ from tests.s3_server import S3Server
 
 import penstock
 from penstock.memwal.config import WriterConfig
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details, read_details
+from penstock.memwal.index_details import MemWalIndexDetails
+from penstock.memwal.table_commit import commit_details
+from penstock.memwal.table_versions import read_details
 from penstock.storage.open import open_store
 from penstock.storage.seams import Seams
 

@@ -14,7 +14,7 @@ import penstock
 from penstock import Table
 from penstock.index.base import VectorParams, load_index_specs
 from penstock.index.primary_key import mark_primary_key
-from penstock.memwal.index_details import read_details
+from penstock.memwal.table_versions import read_details
 
 DIMENSIONS = 8
 SCHEMA = pa.schema(

@@ -464,6 +464,7 @@ def test_a_deferred_remap_is_done_by_the_next_build(tmp_path: Path) -> None:
         return {index.name for index in lance.dataset(table.uri).describe_indices()}
 
     assert "__lance_frag_reuse" in names()
+    penstock.connect(tmp_path).open_table("t").upsert(rows([7], "alpha"))  # by a new writer
     check(table)
     table.build_indexes(["fts", "flat", "btree"])
     assert "__lance_frag_reuse" in names()  # one index still needs it

@@ -24,9 +24,10 @@ from tests.s3_server import S3Server
 import penstock
 from penstock.errors import Corruption, InvalidInput, VersionNotFound
 from penstock.memwal import names
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.manifest import RegionManifest, RegionStatus
 from penstock.memwal.regions import load_manifests
+from penstock.memwal.table_commit import commit_details
 from penstock.storage.faults import Fault
 from penstock.storage.objects import ObjectStore
 from penstock.storage.seams import Seams

@@ -34,14 +34,10 @@ from penstock.errors import AmbiguousWrite, CommitConflict, VersionNotFound
 from penstock.memwal import gc_limits, names
 from penstock.memwal.gc import collect
 from penstock.memwal.gc_limits import Outdated, check_age
-from penstock.memwal.index_details import (
-    MemWalIndexDetails,
-    commit_details,
-    commit_index,
-    is_latest_version,
-    list_versions,
-)
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.merge import commit_merge, fold, plan_merges
+from penstock.memwal.table_commit import commit_details, commit_index
+from penstock.memwal.table_versions import is_latest_version, list_versions
 from penstock.storage.faults import Fault
 from penstock.storage.seams import Seams
 

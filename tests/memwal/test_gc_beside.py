@@ -29,10 +29,8 @@ from penstock import PenstockError, Table
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.gc import collect, commit_gc, run_piece
 from penstock.memwal.gc_plan import plan_gc
-from penstock.memwal.index_details import (
-    list_versions,
-)
 from penstock.memwal.snapshots import build_snapshot
+from penstock.memwal.table_versions import list_versions
 from penstock.storage.clock import SimulatedClock
 from penstock.storage.entropy import SystemEntropy
 from penstock.storage.faults import Fault, FaultStore

@@ -15,12 +15,10 @@ from tests.failures.lake import make_lake, row
 
 import penstock
 from penstock.errors import CommitConflict, Corruption, NotATable
-from penstock.memwal.index_details import (
-    MemWalIndexDetails,
-    commit_details,
-    read_details,
-)
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.region_spec import RegionField, RegionSpec
+from penstock.memwal.table_commit import commit_details
+from penstock.memwal.table_versions import read_details
 from penstock.storage.retry import Backoff
 from penstock.storage.seams import Seams
 

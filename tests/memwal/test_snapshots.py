@@ -21,7 +21,7 @@ from tests.failures.lake import MANIFEST, Lake, make_lake, row
 import penstock
 from penstock.errors import CommitConflict, Corruption
 from penstock.memwal import names, snapshots
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details, read_details
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest, RegionStatus
 from penstock.memwal.region_spec import RegionField, RegionSpec, arrow_type
 from penstock.memwal.snapshots import (
@@ -30,6 +30,8 @@ from penstock.memwal.snapshots import (
     external_key,
     read_snapshot,
 )
+from penstock.memwal.table_commit import commit_details
+from penstock.memwal.table_versions import read_details
 from penstock.memwal.transforms import encode_value
 from penstock.storage.open import open_store
 from penstock.storage.retry import Backoff

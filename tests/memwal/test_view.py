@@ -17,9 +17,10 @@ from tests.failures.lake import WAL, Lake, ids_of, make_lake, row
 import penstock
 from penstock.errors import Corruption
 from penstock.memwal import names
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.lookup import get_many
 from penstock.memwal.scan import count_view, scan_view
+from penstock.memwal.table_commit import commit_details
 from penstock.memwal.view import Reader
 from penstock.storage.faults import Fault
 from penstock.storage.seams import Seams

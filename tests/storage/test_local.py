@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ObjectExists, ObjectNotFound, PreconditionFailed, StorageError
+from penstock.storage import local
 from penstock.storage.directories import Directories
+from penstock.storage.disk import fsync_path
 from penstock.storage.local import LocalStore
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -101,6 +104,26 @@ def test_sync_covers_every_file_and_directory_bottom_up(
     assert places[4:] == ["docs/_mem_wal/r", "docs/_mem_wal", "docs", "."]
     with pytest.raises(ObjectNotFound, match="gen_2"):
         store.sync("gen_2")
+
+
+def test_sync_passes_over_what_others_remove_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    for name in ("a", "b"):
+        store.put(f"_indices/{name}/file", b"1")
+    synced: list[str] = []
+
+    def sync(path: str) -> None:
+        fsync_path(path)
+        if not synced:
+            shutil.rmtree(Path(path).parent)
+        synced.append(os.path.relpath(path, tmp_path))
+
+    monkeypatch.setattr(local, "fsync_path", sync)
+    store.sync("_indices")
+    assert {"_indices", "."} <= set(synced)
+    assert len(synced) == 5
 
 
 def test_nothing_but_objects_is_left_or_listed(store: LocalStore) -> None:

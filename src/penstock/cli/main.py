@@ -217,6 +217,8 @@ def maintain(
     with _reported(), suppress(KeyboardInterrupt):
         tables = locate.live_tables(uri, locate.storage_options(option or []))
         console = _console()
+        if every is not None:
+            upkeep.give_way()
         for _ in upkeep.rounds(every):
             for table in tables:
                 report = upkeep.maintain(

@@ -7,6 +7,7 @@ worst: every step is one commit or nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -22,6 +23,13 @@ from rich.progress import (
 from penstock.memwal.maintain import MaintainReport
 from penstock.storage.clock import SystemClock
 from penstock.table import Table
+
+_NICE = 10
+
+
+def give_way() -> None:
+    """Let whatever else the machine has to do go first, from now on."""
+    os.nice(_NICE)
 
 
 def rounds(every_seconds: float | None) -> Iterator[int]:

@@ -26,7 +26,8 @@ from lance import LanceOperation
 
 from penstock import metrics
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
-from penstock.memwal.index_details import MOVED_ROWS, version_exists
+from penstock.memwal.table_commit import MOVED_ROWS
+from penstock.memwal.table_versions import version_exists
 
 if TYPE_CHECKING:
     from penstock.memwal.view import View

@@ -37,7 +37,7 @@ from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 from penstock.index.primary_key import key_array
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.freshness import Mask
-from penstock.memwal.selection import NewValues, Selection, rewritten
+from penstock.memwal.selection import Change, rewritten
 from penstock.memwal.sources import ROW_ADDRESS, ROW_ID, chosen_rows
 from penstock.memwal.view import View
 
@@ -71,12 +71,16 @@ class Prepared:
 
 
 class BaseChange:
-    """One change, prepared on one version after the other until it is committed."""
+    """One change, prepared on one version after the other until it is committed.
 
-    def __init__(self, table: BaseTable, selection: Selection, values: NewValues | None) -> None:
+    All of them have the columns in whose names the change is understood.
+    """
+
+    def __init__(self, table: BaseTable, asked: Change) -> None:
+        self.asked = asked
         self._table = table
-        self._selection = selection
-        self._values = values
+        self._selection = asked.selection
+        self._values = asked.values
         self._found: dict[Identity, Offsets] = {}
         self._columns: dict[Identity, _Columns | None] = {}
         self._lessened: dict[Identity, FragmentMetadata | None] = {}
@@ -85,6 +89,8 @@ class BaseChange:
 
     def prepare(self, view: View) -> Prepared:
         """The operation that changes the base of this view; it must be committed on no other."""
+        if self._values is not None and not self._values.columns:
+            return Prepared(None, 0)  # those that were to be set are dropped
         dataset = view.base.dataset
         by_columns = self._values is not None and not (
             _indexed_columns(dataset) & set(self._values.columns)

@@ -21,7 +21,7 @@ from penstock.errors import Corruption
 from penstock.index.base import SYSTEM_INDEX_PREFIX
 from penstock.memwal import tabular, wire
 from penstock.memwal.base_table import BaseSnapshot
-from penstock.memwal.index_details import version_of
+from penstock.memwal.table_versions import version_of
 from penstock.storage.objects import ObjectStore
 
 _OFFSETS = {"u16": "<u2", "u32": "<u4", "u64": "<u8"}

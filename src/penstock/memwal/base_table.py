@@ -26,19 +26,18 @@ from penstock.errors import (
     StorageError,
     VersionNotFound,
 )
-from penstock.index.base import IndexSpec, load_index_specs
+from penstock.index.base import SYSTEM_INDEX_PREFIX, IndexSpec, load_index_specs
 from penstock.memwal import names
 from penstock.memwal.cache import FewCache
 from penstock.memwal.flush import FlushTarget, check_field_ids
-from penstock.memwal.index_details import (
-    INDEX_NAME,
-    MemWalIndexDetails,
+from penstock.memwal.index_details import MemWalIndexDetails
+from penstock.memwal.shape import TableShape
+from penstock.memwal.table_versions import (
     is_latest_version,
     list_versions,
     read_details,
     version_exists,
 )
-from penstock.memwal.shape import TableShape
 from penstock.storage.objects import ObjectStore
 from penstock.storage.seams import Seams
 
@@ -160,7 +159,8 @@ class BaseTable:
         described = [
             index
             for index in base.dataset.describe_indices()
-            if index.name != INDEX_NAME and _DROPPED_COLUMN not in index.field_names
+            if not index.name.startswith(SYSTEM_INDEX_PREFIX)
+            and _DROPPED_COLUMN not in index.field_names
         ]
         # With the names of their columns, which may be renamed under an index.
         segments = frozenset((str(s.uuid), *d.field_names) for d in described for s in d.segments)

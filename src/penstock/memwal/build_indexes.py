@@ -15,7 +15,7 @@ Between plan and commit the table goes on. Of a segment that was built, a fragme
 still there and the index's column in it is what it was. Lance leaves the entries of other fragments
 out of searches. If somebody else covers the same fragments first, the segment is dropped, and what
 is still missing is planned anew. A version is published as the very next one or not at all
-(`index_details`), so coverage, segments and progress always belong to the same version.
+(`table_commit`), so coverage, segments and progress always belong to the same version.
 
 Some entries Lance does not leave out. Its text and scalar indexes look up rows by id or address in
 all segments, whichever covers the row now. A segment that has an older value of a row must not
@@ -42,7 +42,7 @@ from penstock.errors import CommitConflict, InvalidInput, PenstockError, Version
 from penstock.index.base import create_segment, load_index_specs
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.gc_limits import check_age
-from penstock.memwal.index_details import MemWalIndexDetails, commit_next, version_exists
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.index_segments import (
     FRAGMENT_REUSE,
     Ages,
@@ -51,6 +51,8 @@ from penstock.memwal.index_segments import (
     Segment,
     to_remove,
 )
+from penstock.memwal.table_commit import commit_next
+from penstock.memwal.table_versions import version_exists
 
 MAX_SEGMENTS = 8
 """An index of more segments is given fewer."""
@@ -332,7 +334,8 @@ def _settle(table: BaseTable, base: BaseSnapshot, results: Sequence[BuiltSegment
             kept = [segment for segment in index.segments if segment not in gone]
             index = replace(index, segments=(*kept, Segment(built.uuid, plan.version, still)))
             indexes.by_name[plan.name] = index
-            settled.new.append(_segment(built, still))
+            lost = {number for number, _ in plan.fragments} - indexes.fragments.keys()
+            settled.new.append(_segment(built, still | lost))
             settled.removed += [to_remove(plan.name, segment.uuid) for segment in gone]
             instead = sum(bool(segment.fragments) for segment in gone)
             build = IndexBuild(plan.name, len(still), plan.rows, instead, built.uuid)
@@ -373,6 +376,11 @@ def _fits(plan: IndexPlan, index: BaseIndex, still: frozenset[int], ages: Ages) 
 
 
 def _segment(built: BuiltSegment, fragments: frozenset[int]) -> LanceIndex:
+    """The segment as Lance is to have it, with all fragments it has entries for.
+
+    Those that are gone are among them, as they are where fragments go later. Else Lance takes their
+    entries for rows as soon as others have deleted ones, and finds too few in the end.
+    """
     assert built.uuid is not None
     return LanceIndex(
         uuid=built.uuid,

@@ -3,7 +3,8 @@
 A writer keeps the columns it was opened with, and its rows are read right whatever becomes of them
 (`evolve`). What it must not do is take a value for one column and store it under another that had
 the name before. So it looks at the table now and then, and refuses rows that name a column whose
-meaning has changed. Rows that name none of these are as good as ever.
+meaning has changed. Rows that name none of these are as good as ever. When it takes over a log in
+which a later writer may have put values of new columns, it keeps them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import pyarrow as pa
 
 from penstock.errors import InvalidInput
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
+from penstock.memwal.flush import FlushTarget
 from penstock.memwal.ingest import reusable_rows, rows_to_batch
+from penstock.memwal.shape import TableShape
 
 
 class ColumnWatch:
@@ -60,6 +63,19 @@ class ColumnWatch:
             if not changed:
                 raise
             raise InvalidInput(f"{error}. {self._refusal(sorted(changed))}") from error
+
+    def for_region(self, target: FlushTarget) -> tuple[TableShape, FlushTarget]:
+        """The columns that the writer of a region needs, and how it flushes them.
+
+        These are today's if there are any that were not there when the writer was opened: the log
+        may have their values, which would be lost with it. To be asked after the claim, because
+        whoever wrote the log knew no later ones.
+        """
+        now = self._table.snapshot()
+        known = set(self._opened.shape.field_ids.values())
+        if known.issuperset(now.shape.field_ids.values()):
+            return self._opened.shape, target
+        return now.shape, self._table.flush_target(now)
 
     def _refusal(self, names: list[str]) -> InvalidInput:
         return InvalidInput(

@@ -35,7 +35,7 @@ from penstock.memwal.compact_fit import (
     CompactionPiece,
     CompactionReport,
 )
-from penstock.memwal.index_details import version_exists
+from penstock.memwal.table_versions import version_exists
 
 TARGET_ROWS = 1 << 20
 """Fragments with fewer rows are small."""

@@ -1,7 +1,7 @@
 """The last part of a compaction: a version in which new fragments stand for old ones.
 
 A piece that still fits the newest version (`compact_fit`) is published as the very next one or not
-at all (`index_details`), so nothing between is overlooked, and merge and catch-up progress are
+at all (`table_commit`), so nothing between is overlooked, and merge and catch-up progress are
 what they were. If somebody else's commit comes first, the piece is compared again; what took long
 to prepare is used again. Rows that were deleted since they were copied are deleted from the new
 fragments in the same version.
@@ -35,16 +35,10 @@ from penstock.memwal.compact_fit import (
     rewrite_from,
     rewrite_of,
 )
-from penstock.memwal.index_details import (
-    MemWalIndexDetails,
-    commit_details,
-    commit_next,
-    is_latest_version,
-    last_fragment_id,
-    only_moving_rows,
-    read_details,
-    trial,
-)
+from penstock.memwal.index_details import MemWalIndexDetails
+from penstock.memwal.table_commit import commit_details, commit_next, only_moving_rows, trial
+from penstock.memwal.table_files import remove_unnamed
+from penstock.memwal.table_versions import is_latest_version, last_fragment_id, read_details
 
 Group = tuple[list[FragmentMetadata], list[FragmentMetadata]]
 """Old fragments and the new ones that stand for them."""
@@ -94,7 +88,7 @@ def _commit(
                 (by_lance if usable else dropped).append(one)
             else:
                 fits.append(fit)
-        # What was never offered to anybody is certainly named by no version.
+        # What was offered by this call may be on its way; the next clean-up finds it.
         _remove(table, [one for one in dropped if one.result not in tried])
         waiting = [one for one in waiting if one not in dropped]
         report = report.leaving(report.left + len(dropped))
@@ -127,9 +121,9 @@ def _same(details: MemWalIndexDetails | None) -> MemWalIndexDetails | None:
 
 def _remove(table: BaseTable, dropped: Sequence[Compacted]) -> None:
     for one in dropped:
-        for fragment in rewrite_of(one).new_fragments:
-            for file in fragment.files:
-                table.store.delete(f"data/{file.path}")
+        new = rewrite_of(one).new_fragments
+        keys = [f"data/{file.path}" for part in new for file in part.files]
+        remove_unnamed(table.store, keys, one.piece.version, table.seams)
 
 
 # --- a version of our own ------------------------------------------------------------------

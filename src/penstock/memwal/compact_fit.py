@@ -25,8 +25,9 @@ from lance.optimize import RewriteResult
 from penstock.errors import Corruption, NotATable
 from penstock.index.base import SYSTEM_INDEX_PREFIX
 from penstock.memwal.base_table import BaseTable
-from penstock.memwal.index_details import INDEX_NAME, version_exists
+from penstock.memwal.index_details import INDEX_NAME
 from penstock.memwal.sources import ROW_ADDRESS
+from penstock.memwal.table_versions import version_exists
 
 Rows = npt.NDArray[np.int64]
 

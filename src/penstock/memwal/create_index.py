@@ -4,6 +4,9 @@ Lance trains an index on the rows of the base table. A live table may have most 
 all of them, in front of the base, so vector models are trained on the table as readers see it and
 then handed to Lance, which builds the base's part with them. MemTables and generations are built
 with the same model from then on.
+
+Lance commits the index. Where that meets a commit which the index does not fit, such as a
+compaction of what it was built from, it is built again on what that one left.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import lance
 import pyarrow as pa
 import pyarrow.compute as pc
 from lance.bitmap import Bitmap
+from lance.commit import CommitConflictError
 from lance.dataset import Index as LanceIndex
 
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import CommitConflict, InvalidInput, PenstockError
 from penstock.index.base import (
     SYSTEM_INDEX_PREFIX,
     IndexSpec,
@@ -28,6 +32,7 @@ from penstock.index.base import (
 )
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.index_choice import keep_serving
+from penstock.memwal.table_versions import version_exists
 
 VECTOR_KINDS = ("ivf_flat", "ivf_pq", "ivf_sq")
 SCALAR_KINDS: dict[str, Literal["INVERTED", "BTREE", "BITMAP"]] = {
@@ -52,10 +57,7 @@ def create_index(
     options: Mapping[str, Any],
 ) -> str:
     """Create an index and return its name; `live()` gives the table's rows for training."""
-    base = table.snapshot()
-    schema = base.shape.schema
-    if column not in schema.names:
-        raise InvalidInput(f"no column {column!r}; the table has {', '.join(schema.names)}")
+    _check_column(table.snapshot(), column)
     known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS])
     if not isinstance(kind, str) or kind.lower() not in (*VECTOR_KINDS, *SCALAR_KINDS):
         raise InvalidInput(f"unknown index kind {kind!r}; there are: {known}")
@@ -67,25 +69,52 @@ def create_index(
             f"{SYSTEM_INDEX_PREFIX!r} are Lance's own"
         )
     _check_options(kind, options)
-    if kind in VECTOR_KINDS or kind == "fts":
-        keep_serving(table, column)
+    models: dict[int, IndexSpec] = {}
+    last: Exception | None = None
+    for _ in table.seams.races():
+        if kind in VECTOR_KINDS or kind == "fts":
+            keep_serving(table, column)
         base = table.snapshot()
-    dataset = base.dataset
-    try:
-        if kind in SCALAR_KINDS:
-            dataset.create_scalar_index(column, SCALAR_KINDS[kind], name=chosen, **options)
-        else:
-            _create_vector(table, base, column, kind, chosen, live, dict(options))
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-        if isinstance(error, PenstockError):
-            raise
-        raise InvalidInput(
-            f"{kind} index on {column!r} ({schema.field(column).type}) was refused: {error}"
-        ) from error
-    if table.store.list_dirs("_indices"):
-        table.store.sync("_indices")
-    table.store.sync("_versions")
-    return chosen
+        _check_column(base, column)
+        try:
+            if kind in SCALAR_KINDS:
+                base.dataset.create_scalar_index(column, SCALAR_KINDS[kind], name=chosen, **options)
+            else:
+                _create_vector(table, base, column, kind, chosen, live, dict(options), models)
+        except (OSError, ValueError, RuntimeError, TypeError, KeyError, PenstockError) as error:
+            if _is_overtaken(table, base, error):
+                last = error
+                continue
+            if isinstance(error, PenstockError):
+                raise
+            column_type = base.shape.schema.field(column).type
+            raise InvalidInput(
+                f"{kind} index on {column!r} ({column_type}) was refused: {error}"
+            ) from error
+        if table.store.list_dirs("_indices"):
+            table.store.sync("_indices")
+        table.store.sync("_versions")
+        return chosen
+    raise CommitConflict(
+        f"index {chosen!r} of {table.uri} could not be created: other commits won "
+        f"{table.seams.backoff.races} times; try again when less is committed ({last})"
+    )
+
+
+def _check_column(base: BaseSnapshot, column: str) -> None:
+    names = base.shape.schema.names
+    if column not in names:
+        raise InvalidInput(f"no column {column!r}; the table has {', '.join(names)}")
+
+
+def _is_overtaken(table: BaseTable, base: BaseSnapshot, error: Exception) -> bool:
+    """Whether it failed because of another commit, and not because of what was asked for."""
+    cause = error.__cause__ if isinstance(error, PenstockError) else error
+    if isinstance(cause, CommitConflictError) or "commit conflict" in str(cause).lower():
+        return True
+    # Newer versions came, and clean-up took what it was reading.
+    gone = isinstance(cause, OSError | RuntimeError)
+    return gone and not version_exists(table.store, base.version)
 
 
 def _check_options(kind: str, options: Mapping[str, Any]) -> None:
@@ -115,6 +144,7 @@ def _create_vector(
     name: str,
     live: Any,
     options: dict[str, Any],
+    models: dict[int, IndexSpec],
 ) -> None:
     field_type = base.shape.schema.field(column).type
     if not pa.types.is_fixed_size_list(field_type):
@@ -124,8 +154,10 @@ def _create_vector(
     metric = options.pop("metric", "l2")
     if metric not in METRICS:
         raise InvalidInput(f"unknown metric {metric!r}; there are: {', '.join(METRICS)}")
-    model = _train(column, kind, metric, live(), options)
-    spec = replace(model, name=name, column=column)
+    field_id = base.shape.field_ids[column]
+    if field_id not in models:  # once, however often the index has to be built with it
+        models[field_id] = _train(column, kind, metric, live(), options)
+    spec = replace(models[field_id], name=name, column=column)
     if base.dataset.count_rows():
         create_like(spec, base.dataset)
     else:

@@ -22,20 +22,17 @@ from penstock.memwal.build_indexes import MAX_SEGMENTS
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.gc_limits import RETAIN_SECONDS, GcLimits
 from penstock.memwal.gc_plan import plan_gc
-from penstock.memwal.index_details import version_of
+from penstock.memwal.gc_report import NEVER_NAMED
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest, RegionStatus, manifest_chain
 from penstock.memwal.region_parts import each, first_unflushed_ms, list_log, open_generation
 from penstock.memwal.regions import list_region_ids
 from penstock.memwal.snapshots import SnapshotGone, read_snapshot
 from penstock.memwal.status import RegionState, region_state, seconds_since, small
+from penstock.memwal.table_versions import version_of
 from penstock.memwal.tabular import age, counted, share, size
 from penstock.memwal.wal import Wal
 
 _SHOWN_KEYS = 10
-_NEVER_NAMED = frozenset(
-    ("no version names them", "left by a crash", "no manifest lists the generation")
-)
-"""Why clean-up removes what a crash left."""
 RECOVER = "maintain --recover"
 
 
@@ -468,7 +465,7 @@ def orphans(ward: Ward) -> Iterator[Trouble | str]:
     # By our clock: to ask the store for its own is to write to it.
     plan = plan_gc(ward.table, GcLimits(), ward.table.seams.clock.now_ms())
     doomed = [one for piece in plan.pieces for one in piece.doomed]
-    left = [one for one in doomed if one.why in _NEVER_NAMED]
+    left = [one for one in doomed if one.why in NEVER_NAMED]
     if left:
         yield Trouble(
             False,

@@ -12,7 +12,7 @@ Invariants
   of a new one. Lance reuses ids that no file of the base names; rows in front of the base may still
   have them. So the highest id ever used is kept in the table's config, and ids count on from it.
 - A change is checked against the version it is committed on, and is the very next version or is
-  checked again (`index_details`). Merges, compactions and other writes that are under way stay
+  checked again (`table_commit`). Merges, compactions and other writes that are under way stay
   valid: their fragments know columns by field id, too.
 - Key columns, and those that regions are divided by, stay what they are.
 """
@@ -34,8 +34,9 @@ from penstock.index.primary_key import primary_key_columns
 from penstock.memwal import wire
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.flush import check_field_ids
-from penstock.memwal.index_details import MemWalIndexDetails, commit_index
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.shape import TableShape, check_column_names
+from penstock.memwal.table_commit import commit_index
 
 MAX_FIELD_ID = "penstock.max_field_id"
 """The config key under which a table keeps the highest field id it ever had."""
@@ -200,7 +201,8 @@ def _refuse_indexed(dataset: lance.LanceDataset, name: str, ids: set[int]) -> No
     for index in dataset.describe_indices():
         if not index.name.startswith(SYSTEM_INDEX_PREFIX) and ids & set(index.fields):
             raise InvalidInput(
-                f"column {name!r} has the index {index.name!r}; drop the index before the column"
+                f"column {name!r} has the index {index.name!r}; drop that before the column, with "
+                f'drop_index("{index.name}")'
             )
 
 

@@ -8,9 +8,9 @@ Before a piece is removed it is asked again whether something new names a part o
 files that the next time finds.
 
 Versions go in ascending order; that one is kept while the next goes is written down before, for
-those who ask whether theirs is the newest (`index_details.is_latest_version`). Lance's own clean-up
-is not used: it removes versions in no order, counts their age from their making and not from their
-end, and does not know which index a snapshot lies in.
+those who ask whether theirs is the newest (`table_versions`). Lance's own clean-up is not used: it
+removes versions in no order, counts their age from their making and not from their end, and does
+not know which index a snapshot lies in.
 """
 
 from __future__ import annotations

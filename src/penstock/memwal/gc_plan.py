@@ -25,8 +25,8 @@ from penstock.memwal import names
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.gc_limits import GcLimits, is_clock_probe, is_older, store_now_ms
 from penstock.memwal.gc_regions import Directory, Needs, RegionFiles, RegionPlan, plan_region
-from penstock.memwal.gc_report import Doomed, GcLine, lines_of
-from penstock.memwal.index_details import MemWalIndexDetails, version_of
+from penstock.memwal.gc_report import NO_VERSION_NAMES, Doomed, GcLine, lines_of
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.manifest import RegionManifest
 from penstock.memwal.snapshots import SnapshotGone, external_of, read_snapshot
 from penstock.memwal.table_files import (
@@ -37,6 +37,7 @@ from penstock.memwal.table_files import (
     read_refs,
     read_versions,
 )
+from penstock.memwal.table_versions import version_of
 from penstock.storage.objects import ObjectMeta
 
 PIECE_KEYS = 1000
@@ -154,7 +155,7 @@ class _Listed:
             return True
         if top == "_refs":
             return True
-        if top in _KINDS and last.startswith(".tmp"):
+        if top in _KINDS and names.is_unfinished(last):
             self.files.append(meta)
             return True
         if top == "_versions":
@@ -309,14 +310,15 @@ def _base_files(
         if key in versions.former:
             fate, why = doomed, "only versions that are gone named them"
         elif is_older(found.modified_ms, limits.orphan_seconds, now_ms):
-            fate, why = doomed, "no version names them"
+            fate, why = doomed, NO_VERSION_NAMES
         else:
             fate, why = kept, "young, and may belong to a job that is not finished"
         one = found.doomed(key, what, why)
         fate.append(one if directory else replace(one, directory=False))
 
     for meta in listed.files:
-        temporary = "/.tmp" in meta.key or is_clock_probe(meta.key)
+        unfinished = names.is_unfinished(meta.key.rpartition("/")[2])
+        temporary = unfinished or is_clock_probe(meta.key)
         what = "temporary files" if temporary else _KINDS[meta.key.partition("/")[0]]
         single = Directory()
         single.add(meta)

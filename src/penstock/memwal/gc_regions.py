@@ -24,7 +24,7 @@ from penstock.errors import Corruption, ObjectNotFound
 from penstock.memwal import names
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.gc_limits import GcLimits, is_older
-from penstock.memwal.gc_report import Doomed
+from penstock.memwal.gc_report import LEFT_BY_A_CRASH, NO_MANIFEST_LISTS, Doomed
 from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.manifest import RegionManifest, manifest_chain
 from penstock.memwal.table_files import READ_THREADS, get_twice, patiently
@@ -72,7 +72,7 @@ class RegionFiles:
         top, _, name = inside.partition("/")
         if names.generation_of(top) is not None and name:
             self.directories.setdefault(top, Directory()).add(meta)
-        elif top in ("manifest", "wal") and name.startswith(".tmp"):
+        elif top in ("manifest", "wal") and names.is_unfinished(name):
             self.temporary.append(meta)
         elif top == "manifest" and name == "version_hint.json":
             return
@@ -145,7 +145,7 @@ def plan_region(
     orphans, young = _orphans(files, manifest, needs, limits, now_ms)
     entries, fences = _entries(table, files, manifest, needs, limits, now_ms)
     temporary = [
-        Doomed(meta.key, "temporary files", "left by a crash", meta.size_bytes)
+        Doomed(meta.key, "temporary files", LEFT_BY_A_CRASH, meta.size_bytes)
         for meta in files.temporary
         if is_older(meta.modified_ms, limits.orphan_seconds, now_ms)
     ]
@@ -221,7 +221,7 @@ def _orphans(
             young = not is_older(found.modified_ms, limits.retain_seconds, now_ms)
             reason = "young, and somebody may be reading it" if young else None
         if reason is None:
-            doomed.append(found.doomed(key, "orphans", "no manifest lists the generation"))
+            doomed.append(found.doomed(key, "orphans", NO_MANIFEST_LISTS))
         else:
             kept.append(found.doomed(key, "orphans", reason))
     return doomed, kept

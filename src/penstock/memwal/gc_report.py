@@ -6,6 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+NO_VERSION_NAMES = "no version names them"
+LEFT_BY_A_CRASH = "left by a crash"
+NO_MANIFEST_LISTS = "no manifest lists the generation"
+NEVER_NAMED = frozenset((NO_VERSION_NAMES, LEFT_BY_A_CRASH, NO_MANIFEST_LISTS))
+"""Why something goes that nothing ever named, as what a crash leaves."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

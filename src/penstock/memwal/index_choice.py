@@ -18,8 +18,9 @@ import lance
 
 from penstock.errors import CommitConflict, InvalidInput
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details, commit_next
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.index_segments import BaseIndexes, is_searched, to_remove
+from penstock.memwal.table_commit import commit_details, commit_next
 
 _CHOICE = "penstock.index."
 

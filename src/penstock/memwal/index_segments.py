@@ -25,8 +25,8 @@ from lance.dataset import Index as LanceIndex
 from lance.fragment import LanceFragment
 
 from penstock.index.base import SYSTEM_INDEX_PREFIX
-from penstock.memwal.index_details import last_fragment_id, version_exists
 from penstock.memwal.row_versions import FIRST_DETACHED
+from penstock.memwal.table_versions import last_fragment_id, version_exists
 from penstock.storage.objects import ObjectStore
 
 FRAGMENT_REUSE = "__lance_frag_reuse"

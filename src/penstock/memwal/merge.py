@@ -11,7 +11,7 @@ What a key replaces is looked up when the merge is committed, in the version it 
 if another commit comes in between, only that is done again.
 
 Progress and rows are in the same version, which is published as the very next one or not at all
-(`index_details`). A merge whose generations are merged already changes nothing. A crash leaves at
+(`table_commit`). A merge whose generations are merged already changes nothing. A crash leaves at
 most fragments that no version names, for clean-up to find.
 
 Regions of a newer spec wait until those of older ones are sealed and merged: keys may have moved
@@ -38,13 +38,17 @@ from penstock.index.primary_key import key_array, key_type, newest_rows
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.freshness import Mask
 from penstock.memwal.gc_limits import check_age
-from penstock.memwal.index_details import MemWalIndexDetails, commit_index, only_moving_rows
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest, RegionStatus
 from penstock.memwal.regions import load_manifests
 from penstock.memwal.sources import ROW_ADDRESS, GenerationSource, StaleView, chosen_rows
+from penstock.memwal.table_commit import commit_index, only_moving_rows
+from penstock.memwal.table_files import remove_unnamed
 
 MERGE_ROWS = 1_000_000
 """Rows of generations that are folded at a time; at least one generation, however large."""
+_BUFFER_BYTES = 8 << 20
+"""So much of a generation is in memory at a time while it is folded, besides its keys."""
 _LOOKED_UP_ROWS = 65_536
 """Rows of the base whose keys are compared at a time."""
 _OFFSET_BITS = np.uint64(32)
@@ -99,6 +103,8 @@ class Folded:
     """None for a table without a primary key, whose rows replace nothing."""
     started_ms: float
     """By the clock of the process that publishes it, before its first file was written."""
+    version: int
+    """The newest version when its files were written, so only later ones can name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +256,10 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
     def rows() -> Iterator[pa.RecordBatch]:
         for generation, mask in zip(plan.generations, masks, strict=True):
             # Opened here, so that what it keeps in memory goes with it.
-            for batch, numbers, dead in source(*generation).scan(shape, shape.schema.names, None):
+            rows = source(*generation).scan(
+                shape, shape.schema.names, None, buffer_bytes=_BUFFER_BYTES
+            )
+            for batch, numbers, dead in rows:
                 assert numbers is not None
                 kept = np.ones(batch.num_rows, dtype=np.bool_) if mask is None else mask[numbers]
                 if dead is not None:
@@ -269,7 +278,8 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
         for fragment in fragments:
             for file in fragment.files:
                 table.store.sync(f"data/{file.path}")
-    return Folded(plan, tuple(fragments), counted["rows"], counted["dead"], keys, started_ms)
+    live, dead = counted["rows"], counted["dead"]
+    return Folded(plan, tuple(fragments), live, dead, keys, started_ms, base.version)
 
 
 def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -305,9 +315,8 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
         operation=partial(_operation, table, folded, {}),
     )
     if done:
-        for fragment in folded.fragments:
-            for file in fragment.files:
-                table.store.delete(f"data/{file.path}")
+        keys = [f"data/{file.path}" for part in folded.fragments for file in part.files]
+        remove_unnamed(table.store, keys, folded.version, table.seams)
         return MergeReport()
     return MergeReport(len(plan.generations), folded.rows, folded.deleted)
 

@@ -8,7 +8,8 @@ through the table's writer, in pieces of bounded size. The rows that the data la
 
 A source that has only some of the columns leaves the others of a matched row as they are; they are
 looked up when the row is written. Between deciding and writing the last writer of a row wins, as
-in every change of rows. To do it again after a crash is harmless.
+in every change of rows. To do it again after a crash is harmless. Names mean the columns that they
+do in the view on which it is decided, also if these are renamed while rows are written.
 
 A table without a primary key is flushed and merged first, and its matched rows are changed in the
 base table; new rows go through the writer there, too.
@@ -21,7 +22,7 @@ Invariants
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,10 +43,10 @@ from penstock.memwal.changes import (
     write_tombstones,
 )
 from penstock.memwal.freshness import Mask
-from penstock.memwal.ingest import rows_to_batch, some_columns
+from penstock.memwal.ingest import reusable_rows, rows_to_batch, some_columns
 from penstock.memwal.lookup import get_many
 from penstock.memwal.scan import plan_scan
-from penstock.memwal.selection import Selection
+from penstock.memwal.selection import Change, Selection
 from penstock.memwal.shape import TableShape
 from penstock.memwal.sources import chosen_rows, one_batch
 from penstock.memwal.view import View
@@ -110,7 +111,6 @@ class MergeInsert:
     def execute(self, data: Any) -> MergeInsertReport:
         """Do it with the rows of `data`; returns when everything is durable."""
         access = self._access
-        shape = access.base.snapshot().shape
         if not (self._update or self._delete or self._insert or self._sweep):
             raise InvalidInput(
                 "nothing to do: say what becomes of rows, such as "
@@ -118,39 +118,56 @@ class MergeInsert:
             )
         if self._update and self._delete:
             raise InvalidInput("rows that match can be updated or deleted, not both")
-        source = _Source.of(data, shape, _on_columns(self._on, shape))
-        if self._insert:
-            source.check_insertable()
-        condition = None
-        if self._condition is not None:
-            condition = _Condition.parse(self._condition, source)
-        swept = None
-        if self._sweep is not None:
-            swept = Selection(
-                selected(access, self._sweep).where, source.on, lambda rows: ~source.has(rows)
-            )
-        if not shape.key_columns:
+        given = reusable_rows(data)
+        first = self._understood(given, access.base.snapshot().shape)
+        if not first.source.shape.key_columns:
             access.settle()
-        decided = access.read(partial(_decide, source, condition, self._insert))
+
+        def decide(view: View) -> tuple[_Task, _Decided]:
+            same = first.source.shape.is_like(view.shape)
+            task = first if same else self._understood(given, view.shape)
+            return task, _decide(task.source, task.condition, self._insert, view)
+
+        task, decided = access.read(decide)
         report = MergeInsertReport()
         try:
             if self._update or self._delete:
-                write = _act if shape.key_columns else _act_on_base
-                acted = write(access, source, condition, decided, self._delete)
+                write = _act if task.source.shape.key_columns else _act_on_base
+                acted = write(access, task, decided, self._delete)
                 if self._delete:
                     report = replace(report, deleted=acted)
                 else:
                     report = replace(report, updated=acted)
-            if swept is not None:  # and before rows come whose null matches nothing
-                gone = change(access, swept, None).rows
+            if task.swept is not None:  # and before rows come whose null matches nothing
+                gone = change(access, task.swept.on).rows
                 report = replace(report, deleted=report.deleted + gone)
             if self._insert:
-                rows = source.rows.take(pa.array(decided.unmatched))
-                report = replace(report, inserted=_insert(access, rows, shape))
+                rows = task.source.rows.take(pa.array(decided.unmatched))
+                report = replace(report, inserted=_insert(access, rows, task.source.shape))
         except PenstockError as error:
             error.add_note(f"before that: {report}; doing it again is harmless")
             raise
         return report
+
+    def _understood(self, data: Any, shape: TableShape) -> _Task:
+        """What is to be done, in the names of a shape; refuses what cannot be."""
+        source = _Source.of(data, shape, _on_columns(self._on, shape))
+        if self._insert:
+            source.check_insertable()
+        condition = swept = None
+        if self._condition is not None:
+            condition = _Condition.parse(self._condition, source)
+        if self._sweep is not None:
+            where = selected(self._sweep, shape).where
+            swept = Change(shape, Selection(where, source.on, lambda rows: ~source.has(rows)))
+        return _Task(source, condition, swept)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    source: _Source
+    condition: _Condition | None
+    swept: Change | None
 
 
 # --- the source ----------------------------------------------------------------------------
@@ -213,10 +230,10 @@ class _Source:
     def by_key(self) -> bool:
         return self.on == self.shape.key_columns
 
-    @property
-    def whole(self) -> bool:
-        """Whether it has every column."""
-        return bool(self.rows.num_columns == len(self.shape.schema))
+    def is_whole_for(self, shape: TableShape) -> bool:
+        """Whether it has every column of the table, as that is now."""
+        names = shape.names_in(self.shape)
+        return all(names.get(name) in self.rows.schema.names for name in shape.schema.names)
 
     def check_insertable(self) -> None:
         for field in self.shape.schema:
@@ -388,30 +405,29 @@ def _check_keys(view: View, source: _Source, decided: _Decided, inserts: bool) -
 # --- acting --------------------------------------------------------------------------------
 
 
-def _act(
-    access: Access,
-    source: _Source,
-    condition: _Condition | None,
-    decided: _Decided,
-    deletes: bool,
-) -> int:
+def _act(access: Access, task: _Task, decided: _Decided, deletes: bool) -> int:
     """Update or delete the rows that were decided upon, through the writer."""
+    source = task.source
     done = 0
     for first in range(0, decided.keys.num_rows, CHUNK_ROWS):
         keys = one_batch(decided.keys.slice(first, CHUNK_ROWS))
         given = source.rows.take(pa.array(decided.places[first : first + CHUNK_ROWS]))
         if deletes:
             done += write_tombstones(access, keys)
-        elif source.whole:
-            done += write_rows(access, given)
+        elif source.is_whole_for(access.base.snapshot().shape):
+            done += write_rows(access, given, source.shape)
         else:
-            done += write_rows(access, access.read(partial(_completed, given, keys)))
+            shape, rows = access.read(partial(_completed, source.shape, given, keys))
+            done += write_rows(access, rows, shape)
     return done
 
 
-def _completed(given: pa.RecordBatch, keys: pa.RecordBatch, view: View) -> pa.RecordBatch:
+def _completed(
+    shape: TableShape, given: pa.RecordBatch, keys: pa.RecordBatch, view: View
+) -> tuple[TableShape, pa.RecordBatch]:
     """Rows of the source with the columns they lack from the table's rows with these keys."""
     names = view.shape.schema.names
+    given = _renamed(given, shape.names_in(view.shape))
     lacking = [name for name in names if name not in given.schema.names]
     columns = list(dict.fromkeys([*keys.schema.names, *lacking]))
     asked = {name: keys.column(name) for name in keys.schema.names}
@@ -421,17 +437,19 @@ def _completed(given: pa.RecordBatch, keys: pa.RecordBatch, view: View) -> pa.Re
     )
     mine = given.take(at)  # rows that somebody has deleted meanwhile stay deleted
     arrays = [(mine if name in given.schema.names else there).column(name) for name in names]
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(view.shape.schema)))
+    schema = pa.schema(list(view.shape.schema))
+    return view.shape, pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _act_on_base(
-    access: Access,
-    source: _Source,
-    condition: _Condition | None,
-    decided: _Decided,
-    deletes: bool,
-) -> int:
+def _renamed(rows: pa.RecordBatch, names: Mapping[str, str]) -> pa.RecordBatch:
+    """Rows with other names, without the columns that have none."""
+    kept = [name for name in rows.schema.names if name in names]
+    return rows.select(kept).rename_columns([names[name] for name in kept])
+
+
+def _act_on_base(access: Access, task: _Task, decided: _Decided, deletes: bool) -> int:
     """Update or delete rows without a key: those that match when the base is changed."""
+    source, condition = task.source, task.condition
 
     def matches(rows: pa.RecordBatch) -> Mask:
         hit, found = source.find(rows)
@@ -445,7 +463,7 @@ def _act_on_base(
     values = None if deletes else _FromSource(source)
     if values is not None and not values.columns:
         return 0
-    return change(access, selection, values).rows
+    return change(access, Change(source.shape, selection, values).on).rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -471,5 +489,5 @@ def _insert(access: Access, rows: pa.RecordBatch, shape: TableShape) -> int:
     done = 0
     for first in range(0, rows.num_rows, CHUNK_ROWS):
         part = pa.Table.from_batches([rows.slice(first, CHUNK_ROWS)])
-        done += write_rows(access, rows_to_batch(part, shape))
+        done += write_rows(access, rows_to_batch(part, shape), shape)
     return done

@@ -18,6 +18,7 @@ GAPS = f"{PRIVATE}/gaps"
 
 MAX_POSITION = 2**64 - 1
 _GENERATION_DIR = re.compile(r"^[0-9a-f]{8}_gen_([0-9]+)$")
+_UNFINISHED = re.compile(r"^\.tmp|#[0-9]+$")
 
 
 def bitrev(number: int) -> str:
@@ -62,3 +63,8 @@ def generation_of(name: str) -> int | None:
     """The generation a directory name stands for, or None if it is no generation."""
     match = _GENERATION_DIR.match(name)
     return int(match.group(1)) if match else None
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file is one that is being written: of ours, or of Lance on a local disk."""
+    return _UNFINISHED.search(name) is not None

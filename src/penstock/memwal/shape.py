@@ -49,6 +49,22 @@ class TableShape:
     def columns_by_id(self) -> dict[int, str]:
         return {field_id: name for name, field_id in self.field_ids.items()}
 
+    def names_in(self, other: TableShape) -> dict[str, str]:
+        """What the columns are called in another shape, those that it has."""
+        there = other.columns_by_id
+        return {name: there[i] for name, i in self.field_ids.items() if i in there}
+
+    def arrange(self, rows: pa.RecordBatch, given: TableShape) -> pa.RecordBatch:
+        """Rows of another shape: their columns, by field id, and null where they have none."""
+        names = self.names_in(given)
+        columns = [
+            rows.column(names[field.name])
+            if names.get(field.name) in rows.schema.names
+            else pa.nulls(rows.num_rows, field.type)
+            for field in self.schema
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=pa.schema(list(self.schema)))
+
     def wal_rows(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Rows of the table, in schema order, as WAL rows."""
         live = _repeated(False, rows.num_rows)
@@ -66,11 +82,14 @@ class TableShape:
 
     def align(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """A batch read from a WAL entry of any age, in today's shape."""
-        if batch.schema.equals(self.wal_schema) and _ids(batch.schema) == _ids(self.wal_schema):
+        schema = batch.schema
+        if schema.equals(self.wal_schema, check_metadata=True):
+            return batch
+        if schema.equals(self.wal_schema) and _ids(schema) == _ids(self.wal_schema):
             return batch
         by_id: dict[bytes, int] = {}
         by_name: dict[str, int] = {}
-        for ordinal, field in enumerate(batch.schema):
+        for ordinal, field in enumerate(schema):
             field_id = (field.metadata or {}).get(FIELD_ID)
             if field_id is not None:
                 by_id[field_id] = ordinal

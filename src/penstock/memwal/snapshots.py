@@ -34,7 +34,7 @@ from penstock import metrics
 from penstock.errors import Corruption, NotATable, ObjectNotFound, PenstockError, StorageError
 from penstock.memwal import names
 from penstock.memwal.base_table import BaseTable
-from penstock.memwal.index_details import MemWalIndexDetails, commit_index
+from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.manifest import (
     FlushedGeneration,
     RegionManifest,
@@ -44,6 +44,7 @@ from penstock.memwal.manifest import (
 from penstock.memwal.region_spec import RegionSpec, arrow_type
 from penstock.memwal.regions import list_region_ids
 from penstock.memwal.sources import StaleView
+from penstock.memwal.table_commit import commit_index
 from penstock.memwal.transforms import decode_value
 from penstock.memwal.wal import Wal
 from penstock.storage.epoch import VersionedObject

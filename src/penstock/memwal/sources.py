@@ -42,6 +42,8 @@ Scanned = tuple[pa.RecordBatch, npt.NDArray[Any] | None, Mask | None]
 ROW_ADDRESS = "_rowaddr"
 ROW_ID = "_rowid"
 _OFFSET_MASK = np.uint64(0xFFFFFFFF)
+_BATCH_ROWS = 8192
+_BUFFERED_BATCHES = 4
 _KEPT_ROWS = 200_000
 """Generations of up to so many rows are kept in memory, as far as the cache allows."""
 _BLOCK_ROWS = 8192
@@ -76,6 +78,7 @@ class GenerationSource:
         self._bloom_read = False
         self._keys: pa.Array | None = None
         self._rows = flushed.physical_rows or 0
+        self._size_bytes = flushed.in_memory_bytes or 0
         self._columns: dict[str, pa.ChunkedArray] = {}
         self._numbers: npt.NDArray[np.int64] | None = None
         self._ids: dict[str, int] | None = None
@@ -186,16 +189,22 @@ class GenerationSource:
         return self._guarded(work)
 
     def scan(
-        self, shape: TableShape, columns: Sequence[str], where: Filter | None
+        self,
+        shape: TableShape,
+        columns: Sequence[str],
+        where: Filter | None,
+        *,
+        buffer_bytes: int | None = None,
     ) -> Iterator[Scanned]:
         """Rows that match, tombstones among them.
 
-        A generation that is small enough is read once, column by column, and then kept.
+        A generation that is small enough is read once, column by column, and then kept. With
+        `buffer_bytes` it is not kept, and about so much of it is in memory at a time.
         """
         needed = list(columns)
         if where is not None:
             needed += [name for name in where.columns if name not in needed]
-        kept = self._kept_columns(shape, needed)
+        kept = None if buffer_bytes else self._kept_columns(shape, needed)
         if kept is not None:
             yield from self._scan_kept(kept, columns, where)
             return
@@ -203,12 +212,20 @@ class GenerationSource:
         pushed = self.is_current(shape)
         if not pushed:
             needed = [f.name for f in dataset.schema if f.name != TOMBSTONE]
+        limits: dict[str, Any] = {}
+        if buffer_bytes:
+            row_bytes = max(1, self._size_bytes // max(1, self._rows))
+            rows = buffer_bytes // _BUFFERED_BATCHES // row_bytes
+            limits["batch_size"] = min(_BATCH_ROWS, max(1, rows))
+            limits["batch_readahead"] = 1
+            limits["io_buffer_size"] = buffer_bytes
         batches = self._guarded(
             lambda: iter(
                 dataset.scanner(
                     columns=[*(needed if not pushed else columns), TOMBSTONE],
                     filter=where.sql if where is not None and pushed else None,
                     with_row_address=True,
+                    **limits,
                 ).to_reader()
             )
         )

@@ -13,10 +13,10 @@ from typing import Any
 from penstock.memwal import tabular
 from penstock.memwal.base_parts import FragmentPart, read_fragments, read_indexes
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
-from penstock.memwal.index_details import list_versions
 from penstock.memwal.manifest import RegionManifest
 from penstock.memwal.region_parts import each, first_unflushed_ms, generation_written_ms
 from penstock.memwal.regions import load_manifests
+from penstock.memwal.table_versions import list_versions
 from penstock.memwal.wal import Wal
 
 SMALL_FRAGMENT_ROWS = 100_000

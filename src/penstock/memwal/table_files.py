@@ -24,13 +24,8 @@ from pyroaring import BitMap
 
 from penstock.errors import Corruption, ObjectNotFound, StorageError
 from penstock.memwal import wire
-from penstock.memwal.index_details import (
-    INDEX_NAME,
-    MemWalIndexDetails,
-    manifest_key,
-    parse_manifest,
-    version_of,
-)
+from penstock.memwal.index_details import INDEX_NAME, MemWalIndexDetails
+from penstock.memwal.table_versions import manifest_key, parse_manifest, version_of
 from penstock.storage.objects import ObjectMeta, ObjectStore
 from penstock.storage.seams import Seams
 
@@ -179,6 +174,20 @@ def _keys_of(stored: bytes) -> Iterator[str]:
     for name in ("row_ids", "last_updated_at_versions", "created_at_versions"):
         if fragment.HasField(f"external_{name}"):
             yield getattr(fragment, f"external_{name}").path
+
+
+def remove_unnamed(store: ObjectStore, keys: Iterable[str], since: int, seams: Seams) -> None:
+    """Remove files that were written after a version and, as it seems, for nothing.
+
+    Those that a version names stay: whoever wrote them may have committed them before, and only
+    the answer was lost.
+    """
+    named = FileSet()
+    for version in read_versions(store, newer_manifests(store, since, seams), seams):
+        named.add(version)
+    for key in keys:
+        if key not in named:
+            store.delete(key)
 
 
 # --- names that keep a version -----------------------------------------------------------------

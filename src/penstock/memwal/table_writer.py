@@ -47,11 +47,11 @@ from penstock.memwal.column_watch import ColumnWatch
 from penstock.memwal.commit_queue import CommitQueue, QueueItem
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.flush import flush_memtable
-from penstock.memwal.index_details import read_details
 from penstock.memwal.ingest import keys_to_arrays
 from penstock.memwal.live_indexes import LiveIndexes
 from penstock.memwal.manifest import RegionManifest, RegionStatus, manifest_chain
 from penstock.memwal.regions import RegionRouter, load_manifests
+from penstock.memwal.table_versions import read_details
 from penstock.memwal.wal import Wal
 from penstock.memwal.write_items import WriterStats
 from penstock.memwal.writer import RegionWriter
@@ -275,7 +275,7 @@ class TableWriter:
             writer: RegionWriter | None = None
             try:
                 writer = self._region(identity)
-                writer.write(rows)
+                writer.write(rows if writer.shape is self.shape else writer.shape.align(rows))
                 return
             except (Fenced, ClaimContention) as error:
                 # Of a writer that wrote, or of a claim that lost against another.
@@ -497,11 +497,11 @@ class TableWriter:
         region = claim_region(base.store, identity, base.seams)
         if self._region_id is None and not retiring:
             self._check_spec(region)
-        target = self._target
+        shape, target = self._columns.for_region(self._target)
         return RegionWriter(
             region,
-            shape=self.shape,
-            indexes=LiveIndexes(target.index_specs, self.shape.schema),
+            shape=shape,
+            indexes=LiveIndexes(target.index_specs, shape.schema),
             flush=lambda memtable: flush_memtable(target, identity.region_id, memtable),
             config=self.config,
             executor=self._flush_pool,

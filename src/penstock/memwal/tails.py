@@ -27,6 +27,7 @@ from penstock.memwal.sources import StaleView
 from penstock.memwal.wal import Wal
 
 _ATTEMPTS = 16
+_JOINED_ROWS = 4096
 _NO_INDEXES = LiveIndexes([], pa.schema([]))
 
 
@@ -43,14 +44,26 @@ class _Followed:
         # If reading fails between two batches of an entry, the next view begins anew.
         self.broken = True
         shape = self.memtable.shape
+        small: list[pa.RecordBatch] = []
         for entry in wal.tail(self.read_to):
             if entry.generation >= self.manifest.current_generation:
-                for stored in entry.batches:
-                    batch = shape.align(stored)
-                    rows = prepare_rows(shape, _NO_INDEXES, batch, batch.nbytes, indexed=False)
-                    self.memtable.append(rows)
+                small += [shape.align(stored) for stored in entry.batches]
+                if sum(batch.num_rows for batch in small) >= _JOINED_ROWS:
+                    self._append(small)
+                    small = []
             self.read_to = entry.position
+        self._append(small)
         self.broken = False
+
+    def _append(self, batches: list[pa.RecordBatch]) -> None:
+        """Add rows; small batches as one, because each costs as much as many rows."""
+        if not batches:
+            return
+        schema = self.memtable.shape.wal_schema
+        same = [pa.RecordBatch.from_arrays(batch.columns, schema=schema) for batch in batches]
+        joined = same[0] if len(same) == 1 else pa.concat_batches(same)
+        rows = prepare_rows(self.memtable.shape, _NO_INDEXES, joined, joined.nbytes, indexed=False)
+        self.memtable.append(rows)
 
     def serves(self, manifest: RegionManifest, shape: TableShape) -> bool:
         """Whether these are the rows behind that manifest, too; if so, it is taken over."""

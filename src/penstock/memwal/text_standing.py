@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from penstock.index.key_index import NOT_FOUND
 from penstock.index.primary_key import key_array
 from penstock.memwal.freshness import RowIdSet
 from penstock.memwal.sources import ROW_ID, MemTableSource
@@ -348,9 +347,8 @@ def _hidden(view: View, memory: TextMemory) -> _Hidden:
     freshness, index = view.freshness, view.key_index
     which = freshness.settled.which
     if index is not None:
-        recent = index.find(freshness.recent)
         settled = view.reader.hidden(view.base, index, freshness.settled)
-        return _Hidden(which, settled, recent[recent != NOT_FOUND])
+        return _Hidden(which, settled, view.recent_base_rows(index))
     # Too many keys in the base to keep them: read them.
     settled = memory.counted.get(
         ("hidden", view.base.version, which),

@@ -41,14 +41,13 @@ from penstock.errors import (
     WriterClosed,
     WriterPoisoned,
 )
-from penstock.index.key_index import NOT_FOUND, KeyIndex
+from penstock.index.key_index import NOT_FOUND, KeyIndex, RowIds
 from penstock.index.primary_key import key_array, key_type
 from penstock.lazy import lazy
 from penstock.memwal.advance import Advance
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.cache import ByteCache, FewCache
 from penstock.memwal.freshness import Freshness, RowIdSet, SettledFreshness
-from penstock.memwal.index_details import is_latest_version, version_exists
 from penstock.memwal.manifest import RegionManifest
 from penstock.memwal.memtable import MemTable
 from penstock.memwal.recent_keys import RecentKeys, RecentRows
@@ -57,6 +56,7 @@ from penstock.memwal.regions import list_region_ids
 from penstock.memwal.shape import TableShape
 from penstock.memwal.snapshots import SnapshotGone, read_snapshot
 from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
+from penstock.memwal.table_versions import is_latest_version, version_exists
 from penstock.memwal.tails import Tail
 from penstock.memwal.transforms import decode_value
 from penstock.memwal.writer import RegionWriter
@@ -178,13 +178,17 @@ class View:
         if index is None:
             return RowIdSet(np.empty(0, dtype=np.uint64)) if freshness.empty else None
         hidden = self.reader.hidden(self.base, index, freshness.settled)
+        recent = self.recent_base_rows(index)
+        return hidden.plus(recent) if len(recent) else hidden
+
+    def recent_base_rows(self, index: KeyIndex) -> RowIds:
+        """Row ids of the base rows that what is in memory supersedes; `index` is `key_index`."""
         if self._recent is not None:
             found = [rows.base_rows(self.base.version, index) for rows in self._recent]
-            recent = np.concatenate([np.empty(0, dtype=np.uint64), *found])
-        else:
-            recent = index.find(freshness.recent)
-            recent = recent[recent != NOT_FOUND]
-        return hidden.plus(recent) if len(recent) else hidden
+            return np.concatenate([np.empty(0, dtype=np.uint64), *found])
+        recent: RowIds = index.find(self.freshness.recent)
+        known: RowIds = recent[recent != NOT_FOUND]
+        return known
 
     @lazy
     def key_index(self) -> KeyIndex | None:

@@ -186,10 +186,12 @@ class LocalStore:
             if os.path.isfile(path):
                 fsync_path(path)
             for directory, _, names in os.walk(path, topdown=False):
+                # Others may remove what lies beside that which has to be durable.
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         fsync_path(os.path.join(directory, name))
-                fsync_path(directory)
+                with contextlib.suppress(FileNotFoundError):
+                    fsync_path(directory)
             while len(path) > len(self._root):
                 path = os.path.dirname(path)
                 fsync_path(path)
