@@ -12,6 +12,7 @@ from typing import Any
 
 import lance
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.crash import crowd_rows
 from tests.failures.lake import Lake, Process, make_lake, row
@@ -22,6 +23,7 @@ from penstock.errors import Corruption
 from penstock.memwal import merge as merging
 from penstock.memwal import names
 from penstock.memwal.build_indexes import build_segment, commit_index_build, plan_index_builds
+from penstock.memwal.compact import commit_compaction, compact_piece, plan_compaction
 from penstock.memwal.merge import MergePlan, fold, plan_merges
 
 Found = dict[int, str]
@@ -229,3 +231,51 @@ def test_what_lance_was_writing_when_it_was_killed_is_cleaned_up(tmp_path: Path)
     writer.gc(retain_seconds=0, orphan_seconds=0)
     assert not any((Path(lake.store.uri) / key).exists() for key in left)
     assert live(writer) == {0: "first", 1: "first"}
+
+
+# --- what random walks ran into (`tests/model`) ------------------------------------------------
+
+
+def test_a_piece_that_is_committed_twice_keeps_its_files(tmp_path: Path) -> None:
+    """As after a commit whose answer was lost: it finds its own work done, and removes nothing."""
+    lake = make_lake(tmp_path)
+    table = lake.process().table
+    write(table, "first", 0, 1, 2)
+    (plan,), _ = plan_merges(table._base)
+    folded = fold(table._base, plan)
+    assert merging.commit_merge(table._base, folded).rows == 3
+    assert merging.commit_merge(table._base, folded).rows == 0
+    assert plain(lake) == live(table) == dict.fromkeys((0, 1, 2), "first")
+    write(table, "second", 3, 4)
+    table.merge()
+    copied = [compact_piece(table._base, piece) for piece in plan_compaction(table._base)]
+    assert commit_compaction(table._base, copied).pieces == 1
+    assert commit_compaction(table._base, copied).pieces == 0
+    expected = dict.fromkeys((0, 1, 2), "first") | dict.fromkeys((3, 4), "second")
+    assert plain(lake) == live(lake.reader()) == expected
+
+
+def test_a_writer_of_old_columns_takes_a_region_back_and_drops_nothing(tmp_path: Path) -> None:
+    lake = make_lake(tmp_path)
+    one, other = lake.process().table, lake.process().table
+    other.upsert([row(1)])
+    one.add_columns({"more": pa.int64()})
+    one.upsert([{"id": 2, "value": "two", "more": 22}])
+    other.upsert([row(3)])  # claims the region, and replays what was written in new columns
+    other.flush()
+    assert lake.reader().get(2) == {"id": 2, "value": "two", "more": 22}
+    assert lake.reader().get(3) == {**row(3), "more": None}
+
+
+def test_compaction_after_rows_that_lance_inserted(tmp_path: Path) -> None:
+    """Lance's insert-only `merge_insert` enters its fragments in the MemWAL index."""
+    lake = make_lake(tmp_path)
+    table = lake.process().table
+    write(table, "first", 0, 1, 2)
+    table.merge()
+    base = lance.dataset(lake.store.uri)
+    rows = pa.Table.from_pylist([row(10, "lance"), row(11, "lance")], schema=base.schema)
+    base.merge_insert("id").when_not_matched_insert_all().execute(rows)
+    assert table.compact().pieces == 1
+    expected = dict.fromkeys((0, 1, 2), "first") | dict.fromkeys((10, 11), "lance")
+    assert plain(lake) == live(table) == expected

@@ -10,7 +10,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from tests.model.handle import Handle
+from tests.model.handle import Handle, shrink
 
 
 def main() -> None:
@@ -23,7 +23,9 @@ def main() -> None:
             return
         try:
             if method == "begin":
-                handle = Handle(*arguments)
+                uri, name, written_rows = arguments
+                shrink(written_rows)
+                handle = Handle(uri, name)
                 result = None
             else:
                 result = getattr(handle, method)(*arguments)

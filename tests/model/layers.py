@@ -4,16 +4,17 @@ An eventual read sees the newest version of the base and, in front of it, the ge
 snapshot in it names and that it has not merged. So three things are kept here as plain dicts: the
 rows of the base, of each region the generations that the last snapshot named with their rows, and
 how far each region was merged. A version of the table always shows what an eventual read showed
-when it was the newest; some are remembered, with the generations they stand on.
+when it was the newest; some are remembered, with their columns and the generations they stand on.
+Those that are pinned have a tag, and clean-up must keep them.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from tests.model.questions import Key, Row
+from tests.model.questions import Columns, Key, Row
 
 MAX_REMEMBERED = 4
 
@@ -41,8 +42,10 @@ class Remembered:
     """A version of the table, what it shows, and the generations without which it cannot."""
 
     version: int
+    columns: Columns
     rows: dict[Key, Row]
     needs: frozenset[GenerationId]
+    tag: str | None = None
 
 
 @dataclass(slots=True)
@@ -70,22 +73,35 @@ class Layers:
         self.base = after(self.base, changes)
         self.merged[region_id] = through
 
-    def remember(self, version: int) -> None:
-        """Keep what the newest version shows; the oldest ones stay, for they are the test."""
+    def reshape(self, change: Callable[[Row], Row]) -> None:
+        """The columns have changed, in all rows; what is remembered has those of its time."""
+        self.base = {key: change(row) for key, row in self.base.items()}
+        self.named = [replace(g, rows=reshaped(g.rows, change)) for g in self.named]
+
+    def remember(self, version: int, columns: Columns, tag: str | None) -> list[Remembered]:
+        """Keep what the newest version shows; returns what makes room for it.
+
+        The oldest ones stay, for they are the test.
+        """
         needs = frozenset(generation.id for generation in self.in_front)
+        dropped = self.remembered[MAX_REMEMBERED - 1 :]
         self.remembered = self.remembered[: MAX_REMEMBERED - 1]
-        self.remembered.append(Remembered(version, self.rows, needs))
+        self.remembered.append(Remembered(version, columns, self.rows, needs, tag))
+        return dropped
 
     def spared(self) -> set[GenerationId]:
         """Generations that some remembered version stands on."""
         return {needed for version in self.remembered for needed in version.needs}
 
-    def forget(self, removed: Iterable[GenerationId]) -> list[Remembered]:
+    def forget(self, lost: Callable[[Remembered], bool]) -> list[Remembered]:
         """Drop the versions that have lost something, and return them."""
-        gone = set(removed)
-        lost = [version for version in self.remembered if version.needs & gone]
-        self.remembered = [version for version in self.remembered if not version.needs & gone]
-        return lost
+        gone = [version for version in self.remembered if lost(version)]
+        self.remembered = [version for version in self.remembered if version not in gone]
+        return gone
+
+
+def reshaped(changes: Changes, change: Callable[[Row], Row]) -> dict[Key, Row | None]:
+    return {key: None if row is None else change(row) for key, row in changes.items()}
 
 
 def after(rows: Mapping[Key, Row], changes: Changes) -> dict[Key, Row]:

@@ -4,7 +4,11 @@ Users 0 and 1 are handles in this process, user 2 one in a second process, where
 After each step the user that made it answers everything, strongly and eventually. One that has
 just come, and those that have done nothing for long, take turns at a part of it, so that what
 users remember is put to the test, and what they would remember wrongly. Versions of the past are
-asked for again. Now and then everything is flushed and Lance's own readers are asked too.
+asked for again. Now and then everything is flushed and Lance's own readers are asked too. When a
+walk is over the table is maintained once more, and plain Lance has to see exactly the dict.
+
+A job can die: the handle that does it is cut off from the store at some call. Sometimes the job is
+done again at once, sometimes things are left as they are.
 
 All steps are one rule, because Hypothesis leaves whole rules out of a walk, and one without
 upserts shows little; their frequencies are ours.
@@ -26,9 +30,19 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.model.handle import ChildProcess, RemoteHandle, User, fast_directory
+from tests.model import plain_lance
+from tests.model.handle import (
+    ChildProcess,
+    RemoteHandle,
+    User,
+    fast_directory,
+    shrink,
+    usual_sizes,
+)
+from tests.model.jobs import Cells, deaths, drawn_jobs
+from tests.model.mortal import Death
 from tests.model.questions import EVERY, FURTHER, HALVES, Question, Variant, questions
-from tests.model.world import World
+from tests.model.world import INDEXES, World
 
 WALK_STEPS = 50
 MAX_RESPECS = 2
@@ -39,7 +53,6 @@ PHASES = [Phase.generate]
 """A walk that fails is printed as it was; with `Phase.shrink` it is made smaller, for minutes."""
 
 Step = tuple[str, tuple[Any, ...]]
-Cells = list[tuple[int, int]]
 
 _USERS = st.integers(0, 2)
 _SMALL = st.integers(0, 5)
@@ -48,33 +61,40 @@ _KEYS = st.lists(st.integers(0, 15), min_size=1, max_size=4)
 _BOOL = st.booleans()
 
 STEPS: dict[str, tuple[int, st.SearchStrategy[tuple[Any, ...]]]] = {
-    "upsert": (12, st.tuples(_USERS, _ROWS, _BOOL)),
-    "delete": (6, st.tuples(_USERS, _KEYS, _BOOL)),
-    "flush": (4, st.tuples(_USERS, _BOOL)),
+    "upsert": (6, st.tuples(_USERS, _ROWS, _BOOL)),
+    "generation": (6, st.tuples(_USERS, _ROWS)),
+    "delete": (5, st.tuples(_USERS, _KEYS, _BOOL)),
     "freeze": (3, st.tuples(_USERS)),
-    "merge": (4, st.tuples(_USERS, _SMALL, st.integers(1, 3))),
     "restart": (3, st.tuples(_USERS, _BOOL)),
     "open_writer": (2, st.tuples(_USERS, _BOOL)),
-    "close_writer": (1, st.tuples(_USERS)),
+    "close_writer": (2, st.tuples(_USERS)),
+    "remember": (3, st.tuples(_USERS, _BOOL)),
+    "set_regions": (2, st.tuples(_USERS, _SMALL)),
+    "start": (6, st.tuples(_USERS, st.sampled_from(["compact", "merge", "build_indexes"]))),
+    "merge_by_lance": (2, st.tuples(_USERS, _SMALL, st.integers(1, 3))),
     "settle": (2, st.tuples(_USERS, _ROWS)),
     "edit_base": (2, st.tuples(_USERS, _ROWS)),
-    "snapshot": (4, st.tuples(_USERS)),
     "clean_up": (2, st.tuples(_USERS, _BOOL)),
-    "set_regions": (1, st.tuples(_USERS, _SMALL)),
-    "ask_lance": (1, st.tuples(_USERS)),
+    "ask_lance": (2, st.tuples(_USERS)),
 }
 """How often each step comes, and what it draws; the simplest ones first."""
+CRASHES = 14
+"""How often a job dies."""
 
 
-def _frequencies(variant: Variant) -> dict[str, int]:
-    """How often each step comes that this kind of table knows."""
+def _steps(variant: Variant) -> tuple[set[str], st.SearchStrategy[Step]]:
+    """The steps that this kind of table knows: their names, and how they are drawn."""
+    jobs = drawn_jobs(variant)
     unknown = () if variant.keyed else ("delete", "ask_lance")
-    return {name: often for name, (often, _) in STEPS.items() if name not in unknown}
-
-
-def _steps(variant: Variant) -> st.SearchStrategy[Step]:
-    weighted = [name for name, often in _frequencies(variant).items() for _ in range(often)]
-    return st.sampled_from(weighted).flatmap(lambda name: st.tuples(st.just(name), STEPS[name][1]))
+    known = {name: step for name, step in STEPS.items() if name not in unknown}
+    known |= {name: (often, st.tuples(_USERS, drawn)) for name, (often, drawn) in jobs.items()}
+    mortal = st.sampled_from([name for name, (often, _) in jobs.items() for _ in range(often)])
+    dying = mortal.flatmap(lambda name: st.tuples(st.just(name), jobs[name][1], deaths(name)))
+    known["crash"] = (CRASHES, st.tuples(_USERS, dying, _BOOL, _BOOL))
+    weighted = [name for name, (often, _) in known.items() for _ in range(often)]
+    steps = st.sampled_from(weighted)
+    drawn = steps.flatmap(lambda name: st.tuples(st.just(name), known[name][1]))
+    return {*known}, drawn
 
 
 class Walk(RuleBasedStateMachine):
@@ -90,18 +110,27 @@ class Walk(RuleBasedStateMachine):
         self.world: World | None = None
         self.turn = 0
         self.respecs = 0
+        self.last: Question | None = None
+        self.sound = True
+        """Whether nothing has failed so far."""
 
-    def begin(self, regions: int, second_process: int) -> None:
-        self.world = World(self.variant, self.lake, regions)
+    def begin(self, regions: int, second_process: int, indexes: int, written_rows: int) -> None:
+        shrink(written_rows)
+        self.world = World(self.variant, self.lake, regions, indexes)
         if second_process == 2:
-            self.world.users.append(RemoteHandle(self.child, self.world.uri, self.world.name))
+            world = self.world
+            world.users.append(RemoteHandle(self.child, world.uri, world.name, written_rows))
 
     def step(self, step: Step, question: Question) -> None:
         assert self.world is not None
         world = self.world
         name, (who, *arguments) = step
         user = world.users[who % len(world.users)]
-        getattr(self, name)(world, user, question, *arguments)
+        self.last, self.sound = question, False
+        if hasattr(self, name):
+            getattr(self, name)(world, user, question, *arguments)
+        else:
+            world.work(user, name, arguments[0], question)
         self.turn += 1
         turn = self.turn
         world.ask(user, question, (*EVERY, *FURTHER[turn % len(FURTHER)]))
@@ -111,6 +140,7 @@ class Walk(RuleBasedStateMachine):
             half = HALVES[turn // VISITOR_EVERY % 2]
             world.ask(visitor, question, half)
             world.ask_eventually(visitor, question, half)
+            visitor.leave()
         if turn % OTHERS_EVERY == 0:
             others = [other for other in world.users if other is not user]
             other = others[turn // OTHERS_EVERY % len(others)]
@@ -120,9 +150,15 @@ class Walk(RuleBasedStateMachine):
         if turn % PAST_EVERY == 0:
             world.ask_of_the_past(user, question, EVERY, turn // PAST_EVERY)
         self.made[name] += 1
+        self.sound = True
 
     def teardown(self) -> None:
-        if self.world is not None:
+        if self.world is None:
+            return
+        try:
+            if self.sound and self.last is not None:
+                self.world.finish(self.last)
+        finally:
             self.world.leave()
 
     # --- steps ---------------------------------------------------------------------------------
@@ -130,22 +166,18 @@ class Walk(RuleBasedStateMachine):
     def upsert(self, world: World, user: User, question: Question, rows: Cells, own: bool) -> None:
         world.upsert(user, world.rows(rows), question, own=own)
 
+    def generation(self, world: World, user: User, question: Question, rows: Cells) -> None:
+        world.upsert(user, world.rows(rows), question, own=False)
+        user.flush(False)
+
     def delete(
         self, world: World, user: User, question: Question, keys: list[int], own: bool
     ) -> None:
         known = self.variant.keys
         world.delete(user, [known[key % len(known)] for key in keys], question, own=own)
 
-    def flush(self, world: World, user: User, question: Question, recover: bool) -> None:
-        user.flush(recover)
-
     def freeze(self, world: World, user: User, question: Question) -> None:
         user.freeze()
-
-    def merge(
-        self, world: World, user: User, question: Question, pick: int, generations: int
-    ) -> None:
-        world.merge(pick, generations)
 
     def restart(self, world: World, user: User, question: Question, crash: bool) -> None:
         user.reopen(crash)
@@ -156,18 +188,29 @@ class Walk(RuleBasedStateMachine):
     def close_writer(self, world: World, user: User, question: Question) -> None:
         user.close_writer()
 
-    def settle(self, world: World, user: User, question: Question, rows: Cells) -> None:
-        world.settle(user)
-        world.edit_base(world.rows(rows))
+    def remember(self, world: World, user: User, question: Question, pin: bool) -> None:
+        world.remember(pin=pin)
 
-    def edit_base(self, world: World, user: User, question: Question, rows: Cells) -> None:
-        world.edit_base(world.rows(rows))
+    def crash(
+        self,
+        world: World,
+        user: User,
+        question: Question,
+        dying: tuple[str, tuple[Any, ...], Death],
+        busy: bool,
+        again: bool,
+    ) -> None:
+        name, drawn, death = dying
+        if busy:
+            world.give_work(user, name, question)
+        world.work(user, name, drawn, question, death)
+        if again:
+            world.ask(user, question, HALVES[self.turn % 2])
+            world.work(user, name, drawn, question)
 
-    def snapshot(self, world: World, user: User, question: Question) -> None:
-        world.snapshot(user)
-
-    def clean_up(self, world: World, user: User, question: Question, spare: bool) -> None:
-        world.clean_up(user, question, spare=spare)
+    def start(self, world: World, user: User, question: Question, job: str) -> None:
+        world.give_work(user, job, question)
+        world.start(user, job)
 
     def set_regions(self, world: World, user: User, question: Question, regions: int) -> None:
         if self.respecs < MAX_RESPECS:
@@ -175,8 +218,25 @@ class Walk(RuleBasedStateMachine):
             known = self.variant.regions
             user.set_regions(*known[regions % len(known)])
 
+    # --- steps of plain Lance ------------------------------------------------------------------
+
+    def merge_by_lance(
+        self, world: World, user: User, question: Question, pick: int, generations: int
+    ) -> None:
+        plain_lance.merge(world, pick, generations)
+
+    def settle(self, world: World, user: User, question: Question, rows: Cells) -> None:
+        plain_lance.settle(world, user)
+        plain_lance.edit_base(world, world.rows(rows))
+
+    def edit_base(self, world: World, user: User, question: Question, rows: Cells) -> None:
+        plain_lance.edit_base(world, world.rows(rows))
+
+    def clean_up(self, world: World, user: User, question: Question, spare: bool) -> None:
+        plain_lance.clean_up(world, user, question, spare=spare)
+
     def ask_lance(self, world: World, user: User, question: Question) -> None:
-        world.ask_lance(user, question.keys)
+        plain_lance.ask_lance(world, user, question)
 
 
 def walk(variant: Variant, directory: Path, *, steps: int, reproducible: bool = True) -> None:
@@ -185,7 +245,7 @@ def walk(variant: Variant, directory: Path, *, steps: int, reproducible: bool = 
     What the second process has to say goes into the directory.
     """
     made: Counter[str] = Counter()
-    with fast_directory(directory) as lake:
+    with fast_directory(directory) as lake, usual_sizes():
         child = ChildProcess(directory / "errors.txt")
         try:
             # Hypothesis makes a few walks without a step: go out again for what they leave.
@@ -197,7 +257,7 @@ def walk(variant: Variant, directory: Path, *, steps: int, reproducible: bool = 
                     break
         finally:
             child.stop()
-    missing = {*_frequencies(variant)} - {*made}
+    missing = _steps(variant)[0] - {*made}
     assert not missing, f"no walk came by {missing}"
 
 
@@ -209,8 +269,13 @@ def _machine(
         "lake": lake,
         "child": child,
         "made": made,
-        "begin": initialize(regions=_SMALL, second_process=st.integers(0, 2))(Walk.begin),
-        "step": rule(step=_steps(variant), question=questions(variant))(Walk.step),
+        "begin": initialize(
+            regions=_SMALL,
+            second_process=st.integers(0, 2),
+            indexes=st.integers(0, len(INDEXES) - 1),
+            written_rows=st.sampled_from([10_000, 1]),
+        )(Walk.begin),
+        "step": rule(step=_steps(variant)[1], question=questions(variant))(Walk.step),
     }
     return type(f"Walk_{variant.name}", (Walk,), parts)
 

@@ -1,8 +1,13 @@
-"""What is asked of a table after every step, and what a plain dict says to it."""
+"""What is asked of a table after every step, and what a plain dict says to it.
+
+Columns come, go and are renamed, so the dict knows values by the role of their column, which is
+its name for life. `Columns` says what each is called in the table; conditions are written with
+roles, and get the names when they are asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +15,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 Row = dict[str, Any]
+"""Values by role, or by name where a row is on its way to or from the table."""
 Key = tuple[Any, ...]
 Truth = bool | None
 """SQL's: true, false or unknown."""
@@ -21,6 +27,47 @@ VALUES = [
     pa.field("s", pa.string()),
     pa.field("stamp", pa.int64(), nullable=False),
 ]
+EXTRA = "x"
+"""The role of a column that comes and goes."""
+NAMES = {"n": ("n", "m", "x"), EXTRA: ("x", "n", "m"), "s": ("s", "text")}
+"""What columns may be called; some names pass from one column to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a table in their order: the role of each, and what it is called."""
+
+    named: tuple[tuple[str, str], ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for _, name in self.named]
+
+    @property
+    def by_role(self) -> dict[str, str]:
+        return dict(self.named)
+
+    def shown(self, row: Mapping[str, Any]) -> Row:
+        """A row, or as much of it as is given, as the table has it."""
+        return {name: row[role] for role, name in self.named if role in row}
+
+    def understood(self, row: Row) -> Row:
+        """A row of the table by roles."""
+        roles = {name: role for role, name in self.named}
+        return {roles[name]: value for name, value in row.items()}
+
+    def with_extra(self) -> Columns:
+        free = next(name for name in NAMES[EXTRA] if name not in self.names)
+        return Columns((*self.named, (EXTRA, free)))
+
+    def without_extra(self) -> Columns:
+        return Columns(tuple(pair for pair in self.named if pair[0] != EXTRA))
+
+    def renamed(self, role: str) -> Columns:
+        """The column gets a name that is free, if there is one."""
+        free = [name for name in NAMES[role] if name not in self.names]
+        new = {role: free[0]} if free else {}
+        return Columns(tuple((known, new.get(known, name)) for known, name in self.named))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +86,18 @@ class Variant:
         return pa.schema([*self.key_fields, *VALUES])
 
     @property
+    def columns(self) -> Columns:
+        """What they are called at first."""
+        return Columns(tuple((name, name) for name in self.schema.names))
+
+    @property
     def primary_key(self) -> list[str] | None:
         return [column.name for column in self.key_fields] if self.keyed else None
+
+    @property
+    def match_columns(self) -> list[str]:
+        """What `merge_insert` matches rows by."""
+        return [column.name for column in self.key_fields]
 
     def key_of(self, row: Row) -> Key:
         """What tells rows apart. Without a primary key it is the stamp, no two of which agree."""
@@ -84,12 +141,16 @@ class Condition:
     """A filter as SQL and as Python."""
 
     sql: str
+    """With `{role}` where the name of a column has to be."""
     test: Callable[[Row], Truth] = field(repr=False)
     listed: tuple[str, frozenset[Any]] | None = field(default=None, repr=False)
     """The column and the values, if it is an IN."""
 
     def holds(self, row: Row) -> bool:
         return self.test(row) is True
+
+    def named(self, columns: Columns) -> str:
+        return self.sql.format_map(columns.by_role)
 
 
 def _literal(value: Any) -> str:
@@ -109,26 +170,26 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 def _compare(column: str, operator: str, value: Any) -> Condition:
     work = _OPERATORS[operator]
     return Condition(
-        f"{column} {operator} {_literal(value)}",
+        f"{{{column}}} {operator} {_literal(value)}",
         lambda row: None if row[column] is None else work(row[column], value),
     )
 
 
 def _one_of(column: str, values: Sequence[Any]) -> Condition:
     return Condition(
-        f"{column} IN ({', '.join(map(_literal, values))})",
+        f"{{{column}}} IN ({', '.join(map(_literal, values))})",
         lambda row: None if row[column] is None else row[column] in values,
         (column, frozenset(values)),
     )
 
 
 def _is_null(column: str) -> Condition:
-    return Condition(f"{column} IS NULL", lambda row: row[column] is None)
+    return Condition(f"{{{column}}} IS NULL", lambda row: row[column] is None)
 
 
 def _starts(column: str, text: str) -> Condition:
     return Condition(
-        f"{column} LIKE {_literal(text + '%')}",
+        f"{{{column}}} LIKE {_literal(text + '%')}",
         lambda row: None if row[column] is None else row[column].startswith(text),
     )
 
@@ -164,8 +225,8 @@ def _either(left: Condition, right: Condition) -> Condition:
     return Condition(f"({left.sql}) OR ({right.sql})", test)
 
 
-def conditions(variant: Variant) -> st.SearchStrategy[Condition]:
-    """Filters over every column, a few levels deep at most."""
+def conditions(variant: Variant, *, extra: bool = False) -> st.SearchStrategy[Condition]:
+    """Filters over every column, a few levels deep at most; always over the extra one, or never."""
     known: dict[str, list[Any]] = {
         "n": [value for value in NUMBERS if value is not None],
         "s": [value for value in TEXTS if value is not None],
@@ -186,6 +247,11 @@ def conditions(variant: Variant) -> st.SearchStrategy[Condition]:
             st.builds(_one_of, st.just(column_name), st.lists(value, min_size=1, max_size=3))
         )
     leaf = st.one_of(leaves)
+    if extra:
+        numbers = st.sampled_from(known["n"])
+        over = st.builds(_compare, st.just(EXTRA), st.sampled_from([*_OPERATORS]), numbers)
+        over = st.one_of(st.just(_is_null(EXTRA)), over)
+        return st.one_of(over, over.map(_not), st.builds(_both, leaf, over))
     deeper = st.one_of(leaf.map(_not), st.builds(_both, leaf, leaf), st.builds(_either, leaf, leaf))
     return st.one_of(leaf, deeper, deeper.map(_not))
 
@@ -198,14 +264,23 @@ class Question:
     """One of each kind of read."""
 
     condition: Condition
-    columns: tuple[str, ...]
+    of_extra: Condition
+    """What is asked instead if the table has the extra column."""
+    projection: tuple[str, ...]
     limit: int
     offset: int
     keys: tuple[Key, ...]
 
-    @property
-    def wire(self) -> Asked:
-        return Asked(self.condition.sql, self.columns, self.limit, self.offset, self.keys)
+    def of(self, columns: Columns) -> Condition:
+        return self.of_extra if EXTRA in columns.by_role else self.condition
+
+    def wire(self, columns: Columns) -> Asked:
+        names = tuple(columns.by_role[role] for role in self.roles(columns))
+        sql = self.of(columns).named(columns)
+        return Asked(sql, names, self.limit, self.offset, self.keys)
+
+    def roles(self, columns: Columns) -> list[str]:
+        return [role for role in self.projection if role in columns.by_role]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +308,19 @@ HALVES: Sequence[Reads] = (("scan", "get", "filtered_count"), ("filtered", "coun
 
 def questions(variant: Variant) -> st.SearchStrategy[Question]:
     names = variant.schema.names
-    projections = [tuple(names), ("stamp",), tuple(reversed(names)), ("s", "stamp"), ("n",)]
+    projections = [
+        (*names, EXTRA),
+        ("stamp",),
+        (EXTRA, *reversed(names)),
+        ("s", "stamp"),
+        (EXTRA, "n"),
+    ]
     absent = {"int": (77,), "string": ("absent",), "composite": ("a", 77)}.get(variant.name)
     keys = [*variant.keys, absent] if absent is not None else [*variant.keys]
     return st.builds(
         Question,
         conditions(variant),
+        st.one_of(conditions(variant), conditions(variant, extra=True)),
         st.sampled_from(projections),
         st.integers(0, 6),
         st.integers(0, 5),
@@ -246,32 +328,37 @@ def questions(variant: Variant) -> st.SearchStrategy[Question]:
     )
 
 
-def check(variant: Variant, model: dict[Key, Row], question: Question, answer: Answer) -> None:
+def check(
+    variant: Variant, columns: Columns, model: dict[Key, Row], question: Question, answer: Answer
+) -> None:
     """Hold every part of an answer against the model."""
-    sql = question.condition.sql
-    matching = {k: row for k, row in model.items() if question.condition.holds(row)}
+    condition = question.of(columns)
+    sql = condition.named(columns)
+    matching = {k: row for k, row in model.items() if condition.holds(row)}
     for read, found in answer.items():
         if read == "scan":
-            agree("scan", by_key(variant, found), model)
+            agree("scan", by_key(variant, columns, found), model)
         elif read == "count":
             agree("count", found, len(model))
         elif read == "filtered":
-            names = question.columns
-            projected = [{name: row[name] for name in names} for row in matching.values()]
-            agree(f"scan where {sql}", in_order(found), in_order(projected))
+            roles = question.roles(columns)
+            projected = [{role: row[role] for role in roles} for row in matching.values()]
+            seen = [columns.understood(row) for row in found]
+            agree(f"scan where {sql}", in_order(seen), in_order(projected))
         elif read == "filtered_count":
             agree(f"count where {sql}", found, len(matching))
         elif read == "window":
-            window = by_key(variant, found)
+            window = by_key(variant, columns, found)
             expected_rows = min(max(len(matching) - question.offset, 0), question.limit)
             agree(f"rows in a window where {sql}", len(window), expected_rows)
             agree(f"window where {sql}", window, {key: matching.get(key) for key in window})
         elif read == "get":
-            agree("get", found, model.get(question.keys[0]))
+            seen_row = None if found is None else columns.understood(found)
+            agree("get", seen_row, model.get(question.keys[0]))
         else:
             assert read == "get_many"
             expected = {key: model[key] for key in question.keys if key in model}
-            agree("get_many", by_key(variant, found), expected)
+            agree("get_many", by_key(variant, columns, found), expected)
 
 
 def agree(what: str, found: Any, expected: Any) -> None:
@@ -284,12 +371,13 @@ def agree(what: str, found: Any, expected: Any) -> None:
     raise AssertionError(f"{what} gives\n  {found}\nwhere the model has\n  {expected}")
 
 
-def by_key(variant: Variant, rows: Sequence[Row]) -> dict[Key, Row]:
+def by_key(variant: Variant, columns: Columns, rows: Sequence[Row]) -> dict[Key, Row]:
     found: dict[Key, Row] = {}
-    for row in rows:
+    for named in rows:
+        assert list(named) == columns.names
+        row = columns.understood(named)
         key = variant.key_of(row)
         assert key not in found, f"{key} came back twice: {found[key]} and {row}"
-        assert list(row) == variant.schema.names
         found[key] = row
     return found
 

@@ -2,33 +2,35 @@
 
 Users write one after the other, so the dict is always exact. Only a write that was refused leaves
 a choice: it is atomic per region, so each region's part of it is there whole or not at all, and
-the table is asked which.
+the table is asked which. A job that was cut short leaves one for each row that it changes.
 
-Merges are done here by plain Lance, the way any merge job may: the oldest generations of a region
-first, tombstones and rows in one go, the progress in the commit that brings the rows; and no region
-of a newer spec before the older ones are sealed and empty.
+What a job has done behind the scenes is read from the table itself, by plain Lance: which
+generations are merged, which the snapshot names, what is in the base. Each of that has to be what
+it was before or what the job makes of it.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lance
 import pyarrow as pa
 from lance.dataset import LanceDataset
-from lance.mem_wal import CompactedSsTable, LsmPointLookupPlanner, LsmScanner, ShardSnapshot
-from tests.model.handle import Handle, How, User
-from tests.model.layers import Generation, Layers, after
+from tests.model.handle import Handle, How, Piece, User
+from tests.model.jobs import Scene, plan
+from tests.model.layers import Changes, Generation, GenerationId, Layers, after, reshaped
+from tests.model.mortal import Death
 from tests.model.questions import (
     EVERY,
+    EXTRA,
     HALVES,
     NUMBERS,
     TEXTS,
     Answer,
+    Columns,
     Key,
     Question,
     Reads,
@@ -41,38 +43,56 @@ from tests.model.questions import (
 
 import penstock
 from penstock.memwal import names, transforms
-from penstock.memwal.index_details import MemWalIndexDetails, commit_details, read_details
-from penstock.memwal.manifest import RegionManifest, RegionStatus
+from penstock.memwal.index_details import MemWalIndexDetails
+from penstock.memwal.manifest import RegionManifest
 from penstock.memwal.regions import load_manifests
-from penstock.memwal.wal import Wal
+from penstock.memwal.snapshots import read_snapshot
+from penstock.memwal.table_versions import read_details
 from penstock.storage.open import open_store
 from penstock.storage.seams import Seams
 
 _FLUSH_ATTEMPTS = 4
-_SNAPSHOT_ATTEMPTS = 8
 STRONG: How = {}
 EVENTUAL: How = {"consistency": "eventual"}
+INDEXES = ((("n", "btree"), ("s", "fts")), (("n", "btree"),), ())
+
+
+_FLUSH = ("flush", (True,))
+_MERGE = ("merge", (1_000_000,))
+_BEFORE: dict[str, Sequence[tuple[str, tuple[Any, ...]]]] = {
+    "merge": (_FLUSH,),
+    "snapshot": (_FLUSH,),
+    "compact": (_FLUSH, _MERGE),
+    "build_indexes": (_FLUSH, _MERGE),
+    "complete": (_FLUSH,),
+}
+"""What makes work for a job."""
 
 
 class World:
-    def __init__(self, variant: Variant, lake: Path, regions: int) -> None:
+    def __init__(self, variant: Variant, lake: Path, regions: int, indexes: int) -> None:
         self.variant = variant
         self.uri = str(lake)
         self.name = f"t{uuid.uuid4().hex}"
-        self.schema = variant.schema
+        self.columns = variant.columns
         function, arguments = variant.regions[regions % len(variant.regions)]
         created = penstock.connect(self.uri).create_table(
             self.name,
-            self.schema,
+            variant.schema,
             primary_key=variant.primary_key,
             regions=getattr(penstock, function)(*arguments),
         )
-        self.schema = created.schema
+        for column, kind in INDEXES[indexes % len(INDEXES)]:
+            created.create_index(column, kind)
         self.store = open_store(created.uri)
         self.model: dict[Key, Row] = {}
         self.in_front: set[Key] = set()
         """Keys that may be in a generation or a log that is not merged."""
         self.layers = Layers()
+        self._pieces: list[Piece] = []
+        self._contents: dict[GenerationId, Changes] = {}
+        self._named_to: dict[uuid.UUID, int] = {}
+        """Of each region that the last snapshot has, the generation it was at."""
         self.users: list[User] = [self.enter(), self.enter()]
         self._stamp = 0
 
@@ -81,7 +101,8 @@ class World:
 
     def leave(self) -> None:
         for user in self.users:
-            user.leave()
+            running = user.leave()
+            assert not running, f"still running when the walk is over: {running}"
         self.store.delete_prefix("")
 
     # --- writing -------------------------------------------------------------------------------
@@ -96,12 +117,14 @@ class World:
             row["n"] = NUMBERS[rest % len(NUMBERS)]
             row["s"] = TEXTS[rest // len(NUMBERS) % len(TEXTS)]
             row["stamp"] = self._stamp
+            if EXTRA in self.columns.by_role:
+                row[EXTRA] = NUMBERS[(key + rest) % len(NUMBERS)]
             made.append(row)
         return made
 
     def upsert(self, user: User, rows: Sequence[Row], question: Question, *, own: bool) -> None:
         changed: dict[Key, Row | None] = {self.variant.key_of(row): row for row in rows}
-        done = user.upsert(rows, own)
+        done = user.upsert([self.columns.shown(row) for row in rows], own)
         self._written(user, changed, rows, question, done=done, own=own)
 
     def delete(self, user: User, keys: Sequence[Key], question: Question, *, own: bool) -> None:
@@ -124,135 +147,246 @@ class World:
         seen = None
         if done and own:
             # What is not in the log yet is seen by its writer, unless that was fenced meanwhile.
-            seen = user.answer(question.wire, HALVES[0], STRONG)
+            seen = user.answer(question.wire(self.columns), HALVES[0], STRONG)
             done = user.drain()
         if done:
             self.model = after(self.model, changed)
             if seen is not None:
                 self.check(question, seen)
             return
-        found = by_key(self.variant, self.enter().table.to_arrow().to_pylist())
+        found = self.seen_anew()
         landed: dict[Key, Row | None] = {}
-        for group in self._groups(routed, list(changed)):
+        for group in self._groups(routed):
             if any(found.get(key) == changed[key] != self.model.get(key) for key in group):
                 landed.update({key: changed[key] for key in group})
         self.model = after(self.model, landed)
 
-    def _groups(self, rows: Sequence[Row], keys: Sequence[Key]) -> Iterator[set[Key]]:
+    def _groups(self, rows: Sequence[Row]) -> Iterator[set[Key]]:
         """The keys of a write by region, of every spec that its writer may have gone by."""
-        fields = [self.schema.field(name) for name in rows[0]]
-        batch = pa.RecordBatch.from_pylist(list(rows), pa.schema(fields))
+        fields = list(self.variant.key_fields)
+        sources = [{field.name: row[field.name] for field in fields} for row in rows]
+        batch = pa.RecordBatch.from_pylist(sources, pa.schema(fields))
         columns = {f.id(): f.name() for f in self.base().lance_schema.fields()}
         labels: list[list[Any]] = [[] for _ in rows]
         for spec in self.details().region_specs:
             for values, indices in transforms.group(spec, batch, columns):
                 for number in range(len(rows)) if indices is None else indices:
                     labels[int(number)].append(values)
-        known = set(keys)
         groups: dict[str, set[Key]] = {}
         for row, label in zip(rows, labels, strict=True):
-            key = self.variant.key_of(row)
-            assert key in known
-            groups.setdefault(repr(label), set()).add(key)
+            groups.setdefault(repr(label), set()).add(self.variant.key_of(row))
         yield from groups.values()
 
     # --- reading -------------------------------------------------------------------------------
 
     def ask(self, user: User, question: Question, reads: Reads) -> None:
-        self.check(question, user.answer(question.wire, reads, STRONG))
+        self.check(question, user.answer(question.wire(self.columns), reads, STRONG))
 
     def ask_eventually(self, user: User, question: Question, reads: Reads) -> None:
-        answer = user.answer(question.wire, reads, EVENTUAL)
-        check(self.variant, self.layers.rows, question, answer)
+        answer = user.answer(question.wire(self.columns), reads, EVENTUAL)
+        check(self.variant, self.columns, self.layers.rows, question, answer)
 
     def ask_of_the_past(self, user: User, question: Question, reads: Reads, pick: int) -> None:
         """Ask for a version that is remembered."""
         if self.layers.remembered:
             version = self.layers.remembered[pick % len(self.layers.remembered)]
-            answer = user.answer(question.wire, reads, {"version": version.version})
-            check(self.variant, version.rows, question, answer)
+            how = {"version": version.version}
+            answer = user.answer(question.wire(version.columns), reads, how)
+            check(self.variant, version.columns, version.rows, question, answer)
 
     def check(self, question: Question, answer: Answer) -> None:
-        check(self.variant, self.model, question, answer)
+        check(self.variant, self.columns, self.model, question, answer)
 
-    # --- merging -------------------------------------------------------------------------------
+    def seen_anew(self) -> dict[Key, Row]:
+        """What somebody sees who has just come."""
+        visitor = self.enter()
+        found = by_key(self.variant, self.columns, visitor.table.to_arrow().to_pylist())
+        visitor.leave()
+        return found
+
+    # --- what lies behind ----------------------------------------------------------------------
 
     def base(self) -> LanceDataset:
         return lance.dataset(self.store.uri)
+
+    def base_rows(self) -> dict[Key, Row]:
+        """What a Lance user sees who knows nothing of regions."""
+        return by_key(self.variant, self.columns, self.base().to_table().to_pylist())
 
     def details(self) -> MemWalIndexDetails:
         found = read_details(self.store, self.base().version)
         assert found is not None
         return found[0]
 
-    def regions(self) -> list[RegionManifest]:
-        """Regions whose generations may be merged now, those with something to merge first."""
+    def manifests(self) -> list[RegionManifest]:
+        found = load_manifests(self.store, Seams())
+        return sorted(found, key=lambda region: (region.region_spec_id, region.region_id))
+
+    def flushed(self, region: RegionManifest, number: int) -> Changes:
+        """The newest row of each key in a generation, None for a tombstone; by plain Lance.
+
+        It has the columns of its time. They are known by their ids, whatever they were called.
+        """
+        known = self._contents.get((region.region_id, number))
+        if known is not None:
+            return known
+        listed = region.generation(number)
+        assert listed is not None, f"{region.region_id} does not list generation {number}"
+        directory = f"{names.region_dir(region.region_id)}/{listed.path}"
+        dataset = lance.dataset(f"{self.store.uri}/{directory}")
+        ids = field_ids(dataset)
+        roles = {name: role for role, name in self.columns.named}
+        stored = {roles[name]: id for name, id in field_ids(self.base()).items()}
+        names_then = {id: name for name, id in ids.items() if name != "_tombstone"}
+        found: dict[Key, Row | None] = {}
+        for row in dataset.to_table().to_pylist():
+            now = {role: row.get(names_then.get(id, "")) for role, id in stored.items()}
+            found[self.variant.key_of(now)] = None if row["_tombstone"] else now
+        self._contents[region.region_id, number] = found
+        return found
+
+    # --- jobs ----------------------------------------------------------------------------------
+
+    def work(
+        self,
+        user: User,
+        name: str,
+        drawn: tuple[Any, ...],
+        question: Question,
+        death: Death | None = None,
+    ) -> None:
+        """Have a user do a job, or die of it, and hold the table against what it must come to."""
+        scene = Scene(self.variant, self.columns, self.model, self.rows, self._pieces)
+        job = plan(name, drawn, scene)
+        if job.alone:
+            self._pieces = []
+            for somebody in self.users:
+                somebody.rest()
+        if job.method == "maintain" and job.forgets:
+            # It cleans up what it has merged, and nobody could tell what was in that.
+            self.flush_all(user)
+        manifests = self.manifests()
+        for region in manifests:
+            for number in self._unmerged(region):
+                self.flushed(region, number)
+        done = user.work(job.method, job.arguments, death)
+        assert done or death is not None or job.flushes, f"{job.method} was refused"
+        if job.columns is not None:
+            self._follow_columns(job.columns, done=done)
+        self._follow_merges()
+        if job.snapshots or job.method == "maintain":
+            self._follow_snapshot(manifests, must=done and job.snapshots)
+        self._follow_rows(job.changes, done=done)
+        if job.forgets:
+            newest = self.base().version
+            self.lose(user, question, lambda known: known.tag is None and known.version != newest)
+        if job.settles and done:
+            self.settled()
+        if job.snapshots and done:
+            self.remember(pin=False)
+        if job.method == "complete" and done:
+            self._pieces = []
+
+    def start(self, user: User, job: str) -> None:
+        """Have a job worked out, to be committed by anybody when the table is another."""
+        self._pieces += user.start(job)
+
+    def give_work(self, user: User, name: str, question: Question) -> None:
+        """See to it that a job has something to do."""
+        if name in _BEFORE:
+            cells = [(self._stamp, self._stamp), (self._stamp + 5, self._stamp)]
+            self.upsert(user, self.rows(cells), question, own=False)
+        for job, drawn in _BEFORE.get(name, ()):
+            self.work(user, job, drawn, question)
+        if name == "complete" and not self._pieces:
+            self.start(user, "merge")
+
+    def _unmerged(self, region: RegionManifest) -> range:
+        merged = self.layers.merged.get(region.region_id, 0)
+        return range(merged + 1, region.current_generation)
+
+    def _follow_columns(self, columns: Columns, *, done: bool) -> None:
+        found = self.base().schema.names
+        if not done and found == self.columns.names:
+            return
+        agree("the columns", found, columns.names)
+        before, self.columns = self.columns, columns
+        if EXTRA in before.by_role and EXTRA not in columns.by_role:
+            self._reshape(lambda row: {r: value for r, value in row.items() if r != EXTRA})
+        elif EXTRA in columns.by_role and EXTRA not in before.by_role:
+            self._reshape(lambda row: {**row, EXTRA: None})
+
+    def _reshape(self, change: Callable[[Row], Row]) -> None:
+        self.model = {key: change(row) for key, row in self.model.items()}
+        self.layers.reshape(change)
+        self._contents = {g: reshaped(rows, change) for g, rows in self._contents.items()}
+
+    def _follow_merges(self) -> None:
+        """Take the generations into the base that the table says are in it."""
         details = self.details()
-        every = load_manifests(self.store, Seams())
+        for region in self.manifests():
+            merged = details.merged(region.region_id)
+            for number in range(self.layers.merged.get(region.region_id, 0) + 1, merged + 1):
+                self.layers.merge(region.region_id, number, self.flushed(region, number))
 
-        def is_empty(region: RegionManifest) -> bool:
-            flushed = region.current_generation - 1
-            return details.merged(region.region_id) >= flushed
-
-        open_ranks = [
-            region.region_spec_id
-            for region in every
-            if not is_empty(region) or region.status is not RegionStatus.SEALED
+    def _follow_snapshot(self, before: Sequence[RegionManifest], *, must: bool) -> None:
+        """Take over which generations the snapshot names: all there were, or those of the last."""
+        inline = self.details().inline_snapshots
+        if inline is None:
+            assert not must
+            return
+        named = read_snapshot(self.store, inline, "the snapshot")
+        reached = {region.region_id: region.current_generation for region in named}
+        if must:
+            for region in before:
+                assert reached.get(region.region_id, 0) >= region.current_generation
+        if reached == self._named_to:
+            return
+        for region_id, generation in self._named_to.items():
+            assert reached[region_id] >= generation, "a snapshot went backwards"
+        self._named_to = reached
+        self.layers.named = [
+            Generation(
+                region.region_id, region.region_spec_id, number, self.flushed(region, number)
+            )
+            for region in named
+            for number in self._unmerged(region)
         ]
-        oldest = min(open_ranks, default=0)
-        ready = [region for region in every if region.region_spec_id <= oldest]
-        return sorted(ready, key=lambda region: (is_empty(region), str(region.region_id)))
 
-    def merge(self, pick: int, generations: int) -> None:
-        """Merge the oldest generations of a region into the base table."""
-        ready = self.regions()
-        if ready:
-            self._merge(ready[pick % len(ready)], generations)
+    def _follow_rows(self, changes: Changes, *, done: bool) -> None:
+        """Every row that the job changes is the new one; if it was cut short, one of the two."""
+        base = self.base_rows()
+        for key in {**base, **self.layers.base}:
+            if base.get(key) != self.layers.base.get(key):
+                assert key in changes, f"{key} has changed in the base, and nothing changed it"
+                agree(f"{key} in the base", base.get(key), changes[key])
+        self.layers.base = base
+        self.in_front.update(changes)
+        if changes and not done:
+            found = self.seen_anew()
+            changes = {key: row for key, row in changes.items() if found.get(key) == row}
+        self.model = after(self.model, changes)
 
-    def _merge(self, region: RegionManifest, generations: int) -> None:
-        merged = self.details().merged(region.region_id)
-        chosen = range(merged + 1, min(merged + 1 + generations, region.current_generation))
-        if not chosen:
-            return
-        newest: dict[Key, Row] = {}
-        for generation in chosen:
-            newest.update(self._flushed(region, generation))
-        self.layers.merge(region.region_id, chosen[-1], _changes(newest))
-        gone = [row for row in newest.values() if row["_tombstone"]]
-        live = [row for row in newest.values() if not row["_tombstone"]]
+    def lose(self, user: User, question: Question, lost: Callable[..., bool]) -> None:
+        """Versions that may be gone answer in full or not at all, and are forgotten."""
+        for version in self.layers.forget(lost):
+            if version.tag is not None:
+                self.base().tags.delete(version.tag)
+            how = {"version": version.version}
+            answer = user.answer_or_refuse(question.wire(version.columns), EVERY, how)
+            if answer is not None:
+                check(self.variant, version.columns, version.rows, question, answer)
+
+    def remember(self, *, pin: bool) -> None:
+        """Keep in mind what the newest version shows, with a tag or without."""
         base = self.base()
-        rows = pa.Table.from_pylist(live, base.schema)
-        if self.variant.primary_key is None:
-            lance.write_dataset(rows, base, mode="append")
-            self._mark(region.region_id, chosen[-1])
-            return
-        if gone:
-            keys = pa.schema([base.schema.field(name) for name in self.variant.primary_key])
-            deleted = pa.Table.from_pylist(gone, keys)
-            base.merge_insert(self.variant.primary_key).when_matched_delete().execute(deleted)
-        if live:
-            mark = CompactedSsTable(str(region.region_id), chosen[-1])
-            upserts = self.base().merge_insert(self.variant.primary_key)
-            upserts = upserts.when_matched_update_all().when_not_matched_insert_all()
-            upserts.mark_sstables_as_compacted([mark]).execute(rows)
-        else:
-            self._mark(region.region_id, chosen[-1])
-
-    def _flushed(self, region: RegionManifest, generation: int) -> dict[Key, Row]:
-        """The newest row of each key in a generation, tombstones included, read by plain Lance."""
-        flushed = region.generation(generation)
-        assert flushed is not None
-        path = f"{names.region_dir(region.region_id)}/{flushed.path}"
-        rows = lance.dataset(f"{self.store.uri}/{path}").to_table().to_pylist()
-        return {self.variant.key_of(row): row for row in rows}
-
-    def _mark(self, region_id: uuid.UUID, generation: int) -> None:
-        def change(current: MemWalIndexDetails | None) -> MemWalIndexDetails:
-            assert current is not None
-            merged = {**current.merged_generations, region_id: generation}
-            return replace(current, merged_generations=merged)
-
-        commit_details(self.store, None, change, Seams())
+        tag = f"v{base.version}" if pin else None
+        known = [version.tag for version in self.layers.remembered]
+        if tag is not None and tag not in known:
+            base.tags.create(tag, base.version)
+        for dropped in self.layers.remember(base.version, self.columns, tag):
+            if dropped.tag is not None and dropped.tag != tag:
+                base.tags.delete(dropped.tag)
 
     def flush_all(self, user: User) -> None:
         """Bring every row, whoever wrote it, into generations."""
@@ -261,138 +395,29 @@ class World:
                 return
         raise AssertionError("flush is refused again and again")
 
-    def settle(self, user: User) -> None:
-        """Bring everything into the base."""
-        self.flush_all(user)
-        for _ in range(len(load_manifests(self.store, Seams()))):
-            for region in self.regions():
-                self._merge(region, region.current_generation)
-        self.in_front.clear()
+    def settled(self) -> None:
+        """Everything is in the base: it has exactly the rows of the table."""
         agree("the base, with everything merged,", self.layers.base, self.model)
+        self.in_front.clear()
 
-    def edit_base(self, rows: Sequence[Row]) -> None:
-        """Replace rows by plain Lance, those that nothing in front of the base supersedes."""
-        chosen = {self.variant.key_of(row): row for row in rows}
-        chosen = {key: row for key, row in chosen.items() if key not in self.in_front}
-        if not chosen:
-            return
-        base = self.base()
-        data = pa.Table.from_pylist(list(chosen.values()), base.schema)
-        if self.variant.primary_key is None:
-            lance.write_dataset(data, base, mode="append")
-        else:
-            edit = base.merge_insert(self.variant.primary_key)
-            edit.when_matched_update_all().when_not_matched_insert_all().execute(data)
-        self.model.update(chosen)
-        self.layers.base.update(chosen)
+    # --- the end -------------------------------------------------------------------------------
 
-    # --- snapshots -----------------------------------------------------------------------------
-
-    def snapshot(self, user: User) -> None:
-        """Have the generations that there are named; a flush may be under way, then once more."""
-        for _ in range(_SNAPSHOT_ATTEMPTS):
-            before = self._generations()
-            version = user.snapshot()
-            if self._generations() == before:
-                break
-        else:
-            raise AssertionError("generations keep coming")
-        known = {generation.id: generation for generation in self.layers.named}
-        self.layers.named = [
-            known.get((region.region_id, number))
-            or Generation(
-                region.region_id,
-                region.region_spec_id,
-                number,
-                _changes(self._flushed(region, number)),
-            )
-            for region in load_manifests(self.store, Seams())
-            for number in before[region.region_id]
-            if number > self.layers.merged.get(region.region_id, 0)
-        ]
-        assert version == self.base().version
-        self.layers.remember(version)
-
-    def _generations(self) -> dict[uuid.UUID, list[int]]:
-        return {
-            region.region_id: [flushed.generation for flushed in region.flushed_generations]
-            for region in load_manifests(self.store, Seams())
-        }
-
-    # --- Lance's own readers -------------------------------------------------------------------
-
-    def ask_lance(self, user: User, keys: Sequence[Key]) -> None:
-        """Lance reads no log of others and knows no order of specs: flush, and merge old specs."""
+    def finish(self, question: Question) -> None:
+        """One last round of maintenance, after which the table is what any Lance user sees."""
+        user = self.users[0]
         self.flush_all(user)
-        self.snapshot(user)
-        agree("a snapshot of everything flushed", self.layers.rows, self.model)
-        newest = max(spec.spec_id for spec in self.details().region_specs)
-        for region in sorted(load_manifests(self.store, Seams()), key=lambda r: r.region_spec_id):
-            if region.region_spec_id < newest:
-                self._merge(region, region.current_generation)
-        base = self.base()
-        shards = [self._as_lance_sees(region) for region in load_manifests(self.store, Seams())]
-        scanned = LsmScanner.from_snapshots(base, shards).to_table().to_pylist()
-        agree("Lance's scan", by_key(self.variant, scanned), self.model)
-        planner = LsmPointLookupPlanner(base, shards)
-        for key in keys:
-            rows = planner.plan_lookup(self._as_lance_asks(key)).to_table().to_pylist()
-            expected = [self.model[key]] if key in self.model else []
-            agree(f"Lance's lookup of {key}", rows, expected)
-
-    def _as_lance_sees(self, region: RegionManifest) -> ShardSnapshot:
-        """A region without what is merged, which Lance's readers would take for newer."""
-        shard = ShardSnapshot(str(region.region_id)).with_spec_id(region.region_spec_id)
-        shard = shard.with_current_generation(region.current_generation)
-        merged = self.details().merged(region.region_id)
-        for flushed in region.flushed_generations:
-            if flushed.generation > merged:
-                shard = shard.with_sstable(flushed.generation, flushed.path)
-        return shard
-
-    def _as_lance_asks(self, key: Key) -> pa.Array:
-        columns = self.variant.key_fields
-        arrays = [pa.array([value], c.type) for value, c in zip(key, columns, strict=True)]
-        if len(arrays) == 1:
-            return arrays[0]
-        return pa.StructArray.from_arrays(arrays, names=[column.name for column in columns])
-
-    # --- clean-up ------------------------------------------------------------------------------
-
-    def clean_up(self, user: User, question: Question, *, spare: bool) -> None:
-        """Remove merged generations, and log entries that are in generations.
-
-        Spares those that remembered versions stand on, or else has such a version read once more:
-        it answers in full or not at all.
-        """
-        details = self.details()
-        spared = self.layers.spared() if spare else set()
-        removed = set()
-        for region in load_manifests(self.store, Seams()):
-            directory = names.region_dir(region.region_id)
-            for flushed in region.flushed_generations:
-                generation = (region.region_id, flushed.generation)
-                if generation[1] <= details.merged(region.region_id) and generation not in spared:
-                    self.store.delete_prefix(f"{directory}/{flushed.path}")
-                    removed.add(generation)
-            wal = Wal(self.store, region.region_id, Seams())
-            for position in range(1, region.replay_after_wal_entry_position + 1):
-                entry = wal.read(position)
-                # A former owner that sleeps must still collide with the fence when it wakes up.
-                if entry is not None and not entry.is_fence:
-                    self.store.delete(names.wal_key(region.region_id, position))
-        for lost in self.layers.forget(removed):
-            how = {"version": lost.version}
-            answer = user.answer_or_refuse(question.wire, EVERY, how)
-            if answer is not None:
-                check(self.variant, lost.rows, question, answer)
+        self.work(user, "maintain", (True, True), question)
+        agree("what a Lance user sees", self.base_rows(), self.model)
+        self.work(user, "gc", ({"retain_seconds": 0.0, "orphan_seconds": 0.0},), question)
+        visitor = self.enter()
+        left = visitor.table.gc(retain_seconds=0, orphan_seconds=0, dry_run=True)
+        assert left.files == 0, f"clean-up has left something:\n{left}"
+        assert not left.unknown, f"nobody knows what these are:\n{left}"
+        visitor.leave()
+        agree("what a Lance user sees after clean-up", self.base_rows(), self.model)
+        for pick in range(len(self.layers.remembered)):
+            self.ask_of_the_past(user, question, EVERY, pick)
 
 
-def _changes(newest: dict[Key, Row]) -> dict[Key, Row | None]:
-    """Rows of a generation as changes to a table."""
-    return {
-        key: None
-        if row["_tombstone"]
-        else {name: value for name, value in row.items() if name != "_tombstone"}
-        for key, row in newest.items()
-    }
+def field_ids(dataset: LanceDataset) -> dict[str, int]:
+    return {field.name(): field.id() for field in dataset.lance_schema.fields()}
