@@ -93,15 +93,11 @@ def test_a_fence_has_no_rows() -> None:
 
 @pytest.mark.parametrize("data", [ONE, FENCE], ids=["rows", "fence"])
 def test_no_flipped_bit_goes_unnoticed(data: bytes) -> None:
-    whole = decode_entry(data, 1, "k")
     for bit in range(len(data) * 8):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
-        if bit // 8 >= len(data) - 4:
-            assert decode_entry(bytes(damaged), 1, "k") == whole  # the four spare bytes
-        else:
-            with pytest.raises(Corruption, match="k"):
-                decode_entry(bytes(damaged), 1, "k")
+        with pytest.raises(Corruption, match="k"):
+            decode_entry(bytes(damaged), 1, "k")
 
 
 @pytest.mark.parametrize("data", [ONE, FENCE], ids=["rows", "fence"])

@@ -113,12 +113,12 @@ def decode_entry(data: memoryview | bytes, position: int, key: str) -> WalEntry:
     trailer = view[-_TRAILER_BYTES:]
     if len(view) > _TRAILER_BYTES and bytes(trailer[:8]) == _MAGIC:
         write_id = bytes(trailer[8:24])
-        stored = struct.unpack("<I", trailer[24:28])[0]
+        stored, padding = struct.unpack("<II", trailer[24:32])
         actual = crc32c.crc32c(view[:-8])
-        if stored != actual:
+        if stored != actual or padding:
             raise Corruption(
-                f"{key}: checksum {actual:08x} where {stored:08x} was stored; "
-                "the entry is damaged, restore it from a copy"
+                f"{key}: checksum {actual:08x} where {stored:08x} was stored, with {padding:08x} "
+                "behind it where zeros belong; the entry is damaged, restore it from a copy"
             )
     try:
         reader = pa.ipc.open_stream(pa.py_buffer(view), options=_READ_OPTIONS)
