@@ -126,7 +126,11 @@ class Upkeep(ABC):
             try:
                 self.update(where="true", values=computed)
             except InvalidInput:
-                self.drop_columns(list(typed))
+                added = self._base.snapshot(version).shape.field_ids
+                now = self._base.snapshot().shape.columns_by_id
+                named = (now.get(added[name]) for name in typed)  # somebody may have renamed them
+                if gone := [name for name in named if name is not None]:
+                    self.drop_columns(gone)
                 raise
         return version
 
