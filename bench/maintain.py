@@ -144,6 +144,7 @@ def compare_mergers(place: Path, base_rows: int, rounds: int) -> dict[str, Figur
             copy = place / "copy"
             # Files never change once written, so the copy may share them.
             shutil.copytree(origin, copy, copy_function=os.link)
+            os.sync()  # or a run would wait for what the one before it wrote
             child = subprocess.run(
                 [sys.executable, "-m", "bench.maintain", "--merger", name, "--dir", str(copy)],
                 capture_output=True,

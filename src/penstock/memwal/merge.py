@@ -23,8 +23,10 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import lance
@@ -49,6 +51,9 @@ MERGE_ROWS = 1_000_000
 """Rows of generations that are folded at a time; at least one generation, however large."""
 _BUFFER_BYTES = 8 << 20
 """So much of a generation is in memory at a time while it is folded, besides its keys."""
+_WRITERS = 2
+_ROWS_PER_WRITER = 200_000
+"""So many threads write rows, if there are so many for each but the last."""
 _LOOKED_UP_ROWS = 65_536
 """Rows of the base whose keys are compared at a time."""
 _OFFSET_BITS = np.uint64(32)
@@ -251,15 +256,53 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
         keys = every.filter(pa.array(newest))
         ends = np.cumsum([len(part) for part in parts])
         masks = [newest[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
+    write = partial(_write, table, base)
+    shares = _shares(list(zip(plan.generations, masks, strict=True)))
+    with ThreadPoolExecutor(len(shares), "penstock-fold") as pool:
+        written = list(pool.map(write, shares))
+    return Folded(
+        plan,
+        tuple(fragment for share in written for fragment in share.fragments),
+        sum(share.rows for share in written),
+        sum(share.deleted for share in written),
+        keys,
+        started_ms,
+        base.version,
+    )
+
+
+_Share = Sequence[tuple[tuple[uuid.UUID, FlushedGeneration], Mask | None]]
+"""Generations, and which of the rows of each are the newest of their key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    fragments: list[FragmentMetadata]
+    rows: int
+    deleted: int
+
+
+def _shares(every: _Share) -> list[_Share]:
+    """The generations for each of the threads that write, in order; one if they are few rows."""
+    ends = np.cumsum([found.physical_rows or 0 for (_, found), _ in every])
+    count = int(min(_WRITERS, len(every), 1 + ends[-1] // _ROWS_PER_WRITER))
+    cuts = np.searchsorted(ends, [ends[-1] * part / count for part in range(1, count)])
+    bounds = [0, *(int(cut) + 1 for cut in cuts), len(every)]
+    shares = [every[begin:end] for begin, end in pairwise(bounds)]
+    return [share for share in shares if share]
+
+
+def _write(table: BaseTable, base: BaseSnapshot, share: _Share) -> _Written:
+    """Write the live ones among the newest rows as fragments of their own."""
+    shape = base.shape
     counted = {"rows": 0, "dead": 0}
 
     def rows() -> Iterator[pa.RecordBatch]:
-        for generation, mask in zip(plan.generations, masks, strict=True):
+        for (region_id, generation), mask in share:
             # Opened here, so that what it keeps in memory goes with it.
-            rows = source(*generation).scan(
-                shape, shape.schema.names, None, buffer_bytes=_BUFFER_BYTES
-            )
-            for batch, numbers, dead in rows:
+            source = GenerationSource(table.store, table.storage_options, region_id, generation)
+            found = source.scan(shape, shape.schema.names, None, buffer_bytes=_BUFFER_BYTES)
+            for batch, numbers, dead in found:
                 assert numbers is not None
                 kept = np.ones(batch.num_rows, dtype=np.bool_) if mask is None else mask[numbers]
                 if dead is not None:
@@ -273,18 +316,12 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
     first = next(stream := rows(), None)
     fragments: list[FragmentMetadata] = []
     if first is not None:
-        reader = pa.RecordBatchReader.from_batches(shape.schema, _chained(first, stream))
+        reader = pa.RecordBatchReader.from_batches(shape.schema, chain([first], stream))
         fragments = write_fragments(reader, base.dataset, mode="append")
         for fragment in fragments:
             for file in fragment.files:
                 table.store.sync(f"data/{file.path}")
-    live, dead = counted["rows"], counted["dead"]
-    return Folded(plan, tuple(fragments), live, dead, keys, started_ms, base.version)
-
-
-def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    yield first
-    yield from rest
+    return _Written(fragments, counted["rows"], counted["dead"])
 
 
 # --- commit --------------------------------------------------------------------------------
