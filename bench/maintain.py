@@ -47,7 +47,7 @@ STEADY_MEMTABLE_ROWS = 10_000
 STEADY_EVERY_SECONDS = 10.0
 STEADY_RETAIN_SECONDS = 30.0
 READ_PAUSE_SECONDS = 0.02
-MARKER_IDS = 1 << 40
+MARKER = "last acknowledged"
 
 Figures = dict[str, float]
 
@@ -227,6 +227,7 @@ def write_steadily(directory: Path, base_rows: int, seconds: float) -> None:
             call = time.perf_counter()
             writer.upsert(batch.set_column(0, SCHEMA.field("id"), pa.array(ids)))
             taken.append(time.perf_counter() - call)
+            mark(directory, int(ids[-1]))
         wrote = calls * STEADY_CALL_ROWS / (time.perf_counter() - began)
     print(json.dumps({"rows_per_s": wrote, "late_s": late, "latency": quantiles(taken)}))
 
@@ -274,21 +275,19 @@ def read_steadily(table: penstock.Table, seconds: float, rows: int) -> dict[str,
     return taken
 
 
-def watch_freshness(table: penstock.Table, writer: penstock.Table, seconds: float) -> float:
-    """How long a row takes, at the most, from its acknowledgement to a strong read's answer."""
-    worst = 0.0
-    marker = Rows(23).batch(1)
-    end = time.monotonic() + seconds
-    number = MARKER_IDS
-    while time.monotonic() < end:
-        number += 1
-        writer.upsert(marker.set_column(0, SCHEMA.field("id"), pa.array([number])))
-        acknowledged = time.perf_counter()
-        while table.get(number) is None:
-            continue
-        worst = max(worst, time.perf_counter() - acknowledged)
-        time.sleep(1.0)
-    return worst
+def mark(directory: Path, key: int) -> None:
+    """Say which row was acknowledged last, and when."""
+    path = directory / MARKER
+    path.with_suffix(".new").write_text(f"{key} {time.time()}")
+    path.with_suffix(".new").replace(path)
+
+
+def freshness(table: penstock.Table, directory: Path) -> float:
+    """Seconds from the acknowledgement of the newest row to the answer of a read that has it."""
+    key, acknowledged = (directory / MARKER).read_text().split()
+    while table.get(int(key)) is None:
+        continue
+    return time.time() - float(acknowledged)
 
 
 def quantiles(seconds: list[float]) -> Figures:
@@ -318,11 +317,12 @@ def steady_state(place: Path, base_rows: int, seconds: int) -> dict[str, Any]:
     files = [files_of(place)]
     with child("--part", "write") as writer, child("--part", "maintain") as maintainer:
         busy: dict[str, list[float]] = {name: [] for name in idle}
-        freshness = 0.0
+        fresh = []
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for name, taken in read_steadily(table, 10, base_rows).items():
                 busy[name] += taken
+            fresh += [freshness(table, place) for _ in range(10)]
             files.append(files_of(place))
         said = [json.loads(run.communicate()[0].splitlines()[-1]) for run in (writer, maintainer)]
     return {
@@ -331,7 +331,7 @@ def steady_state(place: Path, base_rows: int, seconds: int) -> dict[str, Any]:
         "files": files,
         "writer": said[0],
         "maintainer": said[1],
-        "freshness_s": freshness,
+        "freshness": quantiles(fresh),
     }
 
 
@@ -347,6 +347,7 @@ def print_steady(figures: dict[str, Any]) -> None:
     writer, maintainer = figures["writer"], figures["maintainer"]
     print(f"  written {writer['rows_per_s']:,.0f} rows/s, calls {writer['latency']}")
     print(f"  maintained {maintainer['rounds']} times, each {maintainer['seconds']}")
+    print(f"  from acknowledgement to answer: {figures['freshness']}")
     print(f"  files every 10 s: {' '.join(map(str, figures['files']))}")
 
 

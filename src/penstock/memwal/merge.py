@@ -24,6 +24,7 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -106,6 +107,8 @@ class Folded:
     deleted: int
     keys: pa.Array | None
     """None for a table without a primary key, whose rows replace nothing."""
+    superseded: dict[str, list[int]]
+    """Of the fragments that were looked through already the offsets of rows with these keys."""
     started_ms: float
     """By the clock of the process that publishes it, before its first file was written."""
     version: int
@@ -258,14 +261,21 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
         masks = [newest[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
     write = partial(_write, table, base)
     shares = _shares(list(zip(plan.generations, masks, strict=True)))
-    with ThreadPoolExecutor(len(shares), "penstock-fold") as pool:
+    known: dict[str, list[int]] = {}
+    with ThreadPoolExecutor(len(shares) + 1, "penstock-fold") as pool:
+        # Most of what the commit has to look up is known by the time the rows are written.
+        looking = pool.submit(_look_up, base.dataset, shape.key_columns, keys, known)
         written = list(pool.map(write, shares))
+        # Clean-up may take the version; the commit looks up whatever is not known.
+        with suppress(OSError, RuntimeError, pa.ArrowException):
+            looking.result()
     return Folded(
         plan,
         tuple(fragment for share in written for fragment in share.fragments),
         sum(share.rows for share in written),
         sum(share.deleted for share in written),
         keys,
+        known,
         started_ms,
         base.version,
     )
@@ -349,7 +359,7 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
         table.storage_options,
         progress,
         table.seams,
-        operation=partial(_operation, table, folded, {}),
+        operation=partial(_operation, table, folded),
     )
     if done:
         keys = [f"data/{file.path}" for part in folded.fragments for file in part.files]
@@ -358,16 +368,19 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
     return MergeReport(len(plan.generations), folded.rows, folded.deleted)
 
 
-def _operation(
-    table: BaseTable, folded: Folded, known: dict[str, list[int]], dataset: lance.LanceDataset
-) -> Any:
-    """The rows in, and those they replace out; `known` is what earlier attempts have looked up."""
+def _operation(table: BaseTable, folded: Folded, dataset: lance.LanceDataset) -> Any:
+    """The rows in, and those they replace out."""
     new = list(folded.fragments)
     if folded.keys is None:
         return only_moving_rows(lance.LanceOperation.Append(new))
-    changed, removed = [], []
     columns = table.snapshot().shape.key_columns
-    for fragment, offsets in _superseded(dataset, columns, folded.keys, known):
+    # What earlier attempts looked up is known to later ones.
+    fragments = _look_up(dataset, columns, folded.keys, folded.superseded)
+    changed, removed = [], []
+    for contents, fragment in fragments.items():
+        offsets = folded.superseded[contents]
+        if not offsets:
+            continue
         if len(offsets) >= fragment.count_rows():
             removed.append(fragment.fragment_id)
             continue
@@ -382,10 +395,18 @@ def _operation(
     )
 
 
-def _superseded(
-    dataset: lance.LanceDataset, columns: Sequence[str], keys: pa.Array, known: dict[str, list[int]]
-) -> Iterator[tuple[lance.LanceFragment, list[int]]]:
-    """The fragments that have rows with these keys, and the offsets of those."""
+def _look_up(
+    dataset: lance.LanceDataset,
+    columns: Sequence[str],
+    keys: pa.Array | None,
+    known: dict[str, list[int]],
+) -> dict[str, lance.LanceFragment]:
+    """Add to `known` the offsets of rows with these keys in fragments that it lacks.
+
+    Returns the fragments, by what their rows are.
+    """
+    if keys is None:
+        return {}
     fragments = {_contents(fragment): fragment for fragment in dataset.get_fragments()}
     unread = {f.fragment_id: contents for contents, f in fragments.items() if contents not in known}
     if unread:
@@ -406,9 +427,7 @@ def _superseded(
         for owner in np.unique(owners).tolist():
             offsets = (addresses[owners == owner] & _OFFSET_MASK).astype(np.int64)
             known[unread[int(owner)]] = offsets.tolist()
-    for contents, fragment in fragments.items():
-        if known[contents]:
-            yield fragment, known[contents]
+    return fragments
 
 
 def _contents(fragment: lance.LanceFragment) -> str:
