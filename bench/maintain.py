@@ -33,6 +33,7 @@ import pyarrow as pa
 
 import penstock
 from bench.data import SCHEMA, Rows
+from penstock.cli.upkeep import give_way
 from penstock.index.primary_key import mark_primary_key
 
 GENERATIONS = 20
@@ -234,7 +235,7 @@ def write_steadily(directory: Path, base_rows: int, seconds: float) -> None:
 
 def maintain_steadily(directory: Path, seconds: float) -> None:
     """In a process of its own: what `penstock maintain --every` does."""
-    os.nice(10)
+    give_way()
     table = penstock.connect(directory).open_table("t")
     end = time.monotonic() + seconds
     rounds, taken, reports = 0, [], []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from rich.console import Console
 from rich.progress import (
@@ -24,12 +25,18 @@ from penstock.memwal.maintain import MaintainReport
 from penstock.storage.clock import SystemClock
 from penstock.table import Table
 
-_NICE = 10
+_NICE = 19
 
 
 def give_way() -> None:
-    """Let whatever else the machine has to do go first, from now on."""
+    """Let whatever else the machine has to do go first, from now on.
+
+    To be called before threads are started, which take it over.
+    """
     os.nice(_NICE)
+    if hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):  # where it is not allowed, the lowest priority has to do
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def rounds(every_seconds: float | None) -> Iterator[int]:

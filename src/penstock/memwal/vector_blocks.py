@@ -18,6 +18,7 @@ a vector) are not `usable`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import weakref
@@ -79,6 +80,8 @@ class VectorColumn:
     segments: frozenset[str] = frozenset()
     model: IvfIndex | None = None
     """The index's centroids, to tell a vector's partition; never holds rows."""
+    model_name: str = ""
+    """The same for the same centroids, whichever segments the index has."""
     unindexed: tuple[tuple[str, lance.LanceFragment], ...] = ()
     """The fragments of the base that the index does not cover, each with its contents' name."""
 
@@ -151,7 +154,7 @@ class VectorMemory:
             weakref.WeakKeyDictionary()
         )
         self._columns: dict[tuple[int, str, str | None], VectorColumn] = {}
-        self._groups: dict[tuple[int, frozenset[str]], VectorGroup] = {}
+        self._groups: dict[tuple[int, str], VectorGroup] = {}
         self._lock = threading.Lock()
         self._grouping = threading.Lock()
 
@@ -194,23 +197,25 @@ class VectorMemory:
         """A group with most of these generations, if they are many; a new one if none has."""
         if len(generations) < _GROUP_GENERATIONS:
             return None
-        key = (column.field_id, column.segments)
+        key = (column.field_id, column.model_name)
         with self._grouping:
             group = self._groups.get(key)
-            wanted = {source.uri: source for source in generations}
-            if group is not None:
-                inside = sum(uri in wanted for uri in group.generations)
-                few_outside = len(wanted) - inside <= _GROUP_GENERATIONS
-                if few_outside and 2 * inside >= len(group.generations):
-                    return group
-            known = () if group is None else group.generations
-            parts = {
-                uri: group.part(uri)
-                if group is not None and uri in known
-                else self.generation(view, source, column).part
-                for uri, source in wanted.items()
-            }
-            group = VectorGroup(parts, column.model)
+        wanted = {source.uri: source for source in generations}
+        if group is not None:
+            inside = sum(uri in wanted for uri in group.generations)
+            few_outside = len(wanted) - inside <= _GROUP_GENERATIONS
+            if few_outside and 2 * inside >= len(group.generations):
+                return group
+        known = () if group is None else group.generations
+        # Not under the lock: whoever needs no new group should not wait for one.
+        parts = {
+            uri: group.part(uri)
+            if group is not None and uri in known
+            else self.generation(view, source, column).part
+            for uri, source in wanted.items()
+        }
+        group = VectorGroup(parts, column.model)
+        with self._grouping:
             if len(self._groups) >= _KNOWN_GROUPS:
                 self._groups.clear()
             self._groups[key] = group
@@ -235,7 +240,7 @@ class VectorMemory:
             return None
         found = []
         for contents, fragment in column.unindexed:
-            key = (contents, column.field_id, column.segments)
+            key = (contents, column.field_id, column.model_name)
             block = self.blocks.get(key, partial(_load_fragment, view, fragment, column))
             assert isinstance(block, FragmentBlock)
             found.append(block)
@@ -248,7 +253,7 @@ class VectorMemory:
 
 
 def _block_key(source: GenerationSource, column: VectorColumn) -> Hashable:
-    return (source.region_id, source.path, column.field_id, column.segments)
+    return (source.region_id, source.path, column.field_id, column.model_name)
 
 
 def physical_rows(view: View, source: GenerationSource) -> int:
@@ -310,7 +315,9 @@ def _describe(view: View, name: str, metric: str | None) -> VectorColumn:
     if spec.vector is None or spec.vector.centroids is None or known.metric == "hamming":
         return known
     bare = replace(spec.vector, codebook=None, sq_bounds=None)
-    return replace(known, model=IvfIndex(replace(spec, vector=bare)))
+    digest = hashlib.sha256(np.ascontiguousarray(spec.vector.centroids).tobytes()).hexdigest()
+    model = IvfIndex(replace(spec, vector=bare))
+    return replace(known, model=model, model_name=f"{known.metric} {digest}")
 
 
 def _metric_of(index: Any) -> str:
