@@ -34,10 +34,11 @@ format: setup ## format and fix what can be fixed
 	@$(PYTHON_ENV) -m ruff check --fix .
 	@$(PYTHON_ENV) -m ruff format .
 
-bench: setup ## the benchmarks: writes, memory over a long run, and reads, against Lance
+bench: setup ## the benchmarks: writes, memory over a long run, reads, and maintenance
 	@$(PYTHON_ENV) -m bench.write
 	@$(PYTHON_ENV) -m bench.memory
 	@$(PYTHON_ENV) -m bench.read
+	@$(PYTHON_ENV) -m bench.maintain
 
 soak: setup ## the long tests: hundreds of kills and races
 	@$(PYTEST) -q -m soak --timeout=3600 --durations=10

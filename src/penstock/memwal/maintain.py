@@ -35,6 +35,9 @@ INDEX_ROWS = 10_000
 INDEX_SHARE = 0.05
 """An index is due when so many rows lack it, or this share of the base table. Until then searches
 compare them in memory, which costs less than a segment more."""
+DELETED_SHARE = 0.2
+"""A fragment with a larger share of deleted rows is rewritten. Rows that are updated again and
+again would have a large fragment copied for few of them."""
 _ROUNDS = 16
 
 Progress = Callable[[str, int, int], None]
@@ -198,7 +201,7 @@ def _index(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
 def _compact(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
     report = CompactionReport()
     for _ in _rounds():
-        pieces = plan_compaction(table, gradual=True)
+        pieces = plan_compaction(table, deletion_share=DELETED_SHARE, gradual=True)
         left = 0
         for number, piece in enumerate(pieces):
             if budget.is_spent:
