@@ -283,12 +283,21 @@ def mark(directory: Path, key: int) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def freshness(table: penstock.Table, directory: Path) -> float:
-    """Seconds from the acknowledgement of the newest row to the answer of a read that has it."""
-    key, acknowledged = (directory / MARKER).read_text().split()
+def freshness(table: penstock.Table, directory: Path) -> list[float]:
+    """Seconds from the acknowledgement of the next row to the answer of a read that has it.
+
+    Nothing if there is no next row within a second, because the writer has ended.
+    """
+    before = (directory / MARKER).read_text()
+    end = time.monotonic() + 1.0
+    while (said := (directory / MARKER).read_text()) == before:
+        if time.monotonic() > end:
+            return []
+        time.sleep(0.001)
+    key, acknowledged = said.split()
     while table.get(int(key)) is None:
         continue
-    return time.time() - float(acknowledged)
+    return [time.time() - float(acknowledged)]
 
 
 def quantiles(seconds: list[float]) -> Figures:
@@ -323,7 +332,8 @@ def steady_state(place: Path, base_rows: int, seconds: int) -> dict[str, Any]:
         while time.monotonic() < end:
             for name, taken in read_steadily(table, 10, base_rows).items():
                 busy[name] += taken
-            fresh += [freshness(table, place) for _ in range(10)]
+            for _ in range(10):
+                fresh += freshness(table, place)
             files.append(files_of(place))
         said = [json.loads(run.communicate()[0].splitlines()[-1]) for run in (writer, maintainer)]
     return {
