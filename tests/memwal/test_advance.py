@@ -147,7 +147,27 @@ def test_clean_up_of_the_version_in_use_moves_the_reader_on(tmp_path: Path, gate
     assert found(reader) == expected
     assert used_version(reader) < dataset.version
     lance.dataset(lake.store.uri).cleanup_old_versions(timedelta(0), delete_unverified=True)
+    # A stream cannot begin anew once it has been given away, so it must begin right.
+    assert sorted(reader.scan(["id"]).read_all().column("id").to_pylist()) == sorted(expected)
     assert found(reader) == expected
+
+
+def test_a_stream_does_not_begin_in_a_version_that_is_gone(tmp_path: Path, gate: Gate) -> None:
+    """Its first fragment is still there, and would be given away before the second is missed."""
+    lake, writer, reader = lake_with_base(tmp_path)
+    for value in ("first", "second"):
+        writer.upsert([row(key, value) for key in range(50, 60)])
+        writer.flush()
+        writer.merge()
+        if value == "first":
+            reader = lake.reader()
+            assert reader.get(3) == row(3, "first")
+    assert reader.get(50) == row(50, "second")
+    assert used_version(reader) < writer.version
+    lance.dataset(lake.store.uri).cleanup_old_versions(timedelta(0), delete_unverified=True)
+    expected = dict.fromkeys(range(20), "first") | dict.fromkeys(range(50, 60), "second")
+    assert sorted(reader.scan(["id"]).read_all().column("id").to_pylist()) == sorted(expected)
+    assert used_version(reader) == writer.version
 
 
 def test_clean_up_of_generations_moves_the_reader_on(tmp_path: Path, gate: Gate) -> None:

@@ -14,6 +14,7 @@ from tests.memwal.versioned_rows import QUERY, SCHEMA, assert_right, at, found_r
 import penstock
 from penstock import InvalidInput, Table
 from penstock.memwal.maintain import MaintainReport
+from penstock.memwal.snapshots import read_snapshot
 
 JOBS = ["merge", "index", "compact", "snapshot", "clean up"]
 
@@ -75,6 +76,12 @@ def test_a_snapshot_that_somebody_asked_for_is_kept_up_to_date(tmp_path: Path) -
     table.maintain()
     table.upsert(rows([7], 9))
     table.maintain(retain_seconds=0)
+    stored = table._base.snapshot().details.inline_snapshots
+    assert stored is not None
+    named = read_snapshot(lake.store, stored, "the snapshot")
+    assert {region.region_id: region.current_generation for region in named} == {
+        manifest.region_id: manifest.current_generation for manifest in lake.manifests()
+    }
     expected = expected_rows() | at([7], 9)
     assert found_rows(lake.reader().to_arrow(consistency="eventual")) == expected
 
