@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lance
 import numpy as np
 import pyarrow as pa
 
@@ -44,3 +45,16 @@ class Rows:
             pa.array(texts),
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def create_search_indexes(dataset: lance.LanceDataset) -> None:
+    dataset.create_index(
+        "vector",
+        "IVF_PQ",
+        name="vector_idx",
+        metric="l2",
+        num_partitions=256,
+        num_sub_vectors=32,
+        sample_rate=64,
+    )
+    dataset.create_scalar_index("body", "INVERTED", name="body_idx", with_position=True)

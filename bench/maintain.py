@@ -32,7 +32,8 @@ import numpy as np
 import pyarrow as pa
 
 import penstock
-from bench.data import SCHEMA, Rows
+from bench.data import SCHEMA, Rows, create_search_indexes
+from bench.figures import quantiles
 from penstock.cli.upkeep import give_way
 from penstock.index.primary_key import mark_primary_key
 
@@ -154,7 +155,7 @@ def compare_mergers(place: Path, base_rows: int, rounds: int) -> dict[str, Figur
             )
             runs.append(json.loads(child.stdout.splitlines()[-1]))
             shutil.rmtree(copy)
-    assert {run["rows"] for name in ("penstock", "lance") for run in taken[name]}.__len__() == 1
+    assert len({run["rows"] for name in ("penstock", "lance") for run in taken[name]}) == 1
     merged = GENERATIONS * GENERATION_ROWS
     return {
         name: {
@@ -188,16 +189,7 @@ def build_steady(directory: Path, base_rows: int) -> None:
     rows = Rows()
     table = build_base(directory, rows, base_rows)
     dataset = lance.dataset(table.uri)
-    dataset.create_index(
-        "vector",
-        "IVF_PQ",
-        name="vector_idx",
-        metric="l2",
-        num_partitions=256,
-        num_sub_vectors=32,
-        sample_rate=64,
-    )
-    dataset.create_scalar_index("body", "INVERTED", name="body_idx", with_position=True)
+    create_search_indexes(dataset)
     table = penstock.connect(directory).open_table("t")
     table.set_regions(penstock.bucket("id", REGIONS))
     table.upsert(rows.batch(1_000))
@@ -298,15 +290,6 @@ def freshness(table: penstock.Table, directory: Path) -> list[float]:
     while table.get(int(key)) is None:
         continue
     return [time.time() - float(acknowledged)]
-
-
-def quantiles(seconds: list[float]) -> Figures:
-    ordered = sorted(seconds)
-    return {
-        "median_ms": statistics.median(ordered) * 1e3,
-        "p99_ms": ordered[int(len(ordered) * 0.99)] * 1e3,
-        "max_ms": ordered[-1] * 1e3,
-    }
 
 
 def files_of(directory: Path) -> int:

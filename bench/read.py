@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -32,7 +31,8 @@ from lance.mem_wal import (
 )
 
 import penstock
-from bench.data import DIMENSIONS, SCHEMA, Rows
+from bench.data import DIMENSIONS, SCHEMA, Rows, create_search_indexes
+from bench.figures import quantiles
 from penstock.index.ivf import exact_distances
 from penstock.index.primary_key import mark_primary_key
 from penstock.memwal.regions import load_manifests
@@ -143,16 +143,7 @@ class Tables:
 def _index(dataset: lance.LanceDataset, searched: bool) -> None:
     dataset.create_scalar_index("id", "BTREE", name="id_idx")
     if searched:
-        dataset.create_index(
-            "vector",
-            "IVF_PQ",
-            name="vector_idx",
-            metric="l2",
-            num_partitions=256,
-            num_sub_vectors=32,
-            sample_rate=64,
-        )
-        dataset.create_scalar_index("body", "INVERTED", name="body_idx", with_position=True)
+        create_search_indexes(dataset)
 
 
 def take_turns(contenders: dict[str, Callable[[Any], Any]], asked: list[Any]) -> Figures:
@@ -164,13 +155,7 @@ def take_turns(contenders: dict[str, Callable[[Any], Any]], asked: list[Any]) ->
             run(question)
             if number:
                 seconds[name].append(time.perf_counter() - began)
-    return {
-        name: {
-            "median_ms": statistics.median(taken) * 1e3,
-            "p99_ms": sorted(taken)[int(len(taken) * 0.99)] * 1e3,
-        }
-        for name, taken in seconds.items()
-    }
+    return {name: quantiles(taken) for name, taken in seconds.items()}
 
 
 def drain(reader: pa.RecordBatchReader) -> None:

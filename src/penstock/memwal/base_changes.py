@@ -29,13 +29,13 @@ from typing import Any
 
 import lance
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
 from penstock.index.primary_key import key_array
 from penstock.memwal.base_table import BaseTable
+from penstock.memwal.fragments import Offsets, contents, data_keys, offsets_of
 from penstock.memwal.freshness import Mask
 from penstock.memwal.selection import Change, rewritten
 from penstock.memwal.sources import ROW_ADDRESS, ROW_ID, chosen_rows
@@ -47,11 +47,8 @@ COLUMN_BYTES = 256 << 20
 """New values of one fragment that are held in memory; with more, rows are rewritten, streaming."""
 PACK_ROWS = 250_000
 """About so many rewritten rows, of whole fragments, are written and kept together."""
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 
-Offsets = npt.NDArray[np.int64]
-Identity = tuple[Any, ...]
-_Found = tuple[Identity, LanceFragment, Offsets]
+_Found = tuple[str, LanceFragment, Offsets]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,11 +78,13 @@ class BaseChange:
         self._table = table
         self._selection = asked.selection
         self._values = asked.values
-        self._found: dict[Identity, Offsets] = {}
-        self._columns: dict[Identity, _Columns | None] = {}
-        self._lessened: dict[Identity, FragmentMetadata | None] = {}
-        self._packs: dict[tuple[Identity, ...], list[FragmentMetadata]] = {}
+        self._found: dict[str, Offsets] = {}
+        self._columns: dict[str, _Columns | None] = {}
+        self._lessened: dict[str, FragmentMetadata | None] = {}
+        self._packs: dict[tuple[str, ...], list[FragmentMetadata]] = {}
         self._named: set[str] = set()
+        self._older: set[str] = set()
+        """Files that were there before: those of the fragments that were looked at."""
 
     def prepare(self, view: View) -> Prepared:
         """The operation that changes the base of this view; it must be committed on no other."""
@@ -99,7 +98,7 @@ class BaseChange:
         found = [
             (identity, fragment, offsets)
             for fragment in dataset.get_fragments()
-            if len(offsets := self._find(view, identity := _identity(fragment), fragment))
+            if len(offsets := self._find(view, identity := contents(fragment), fragment))
         ]
         rows = sum(len(offsets) for _, _, offsets in found)
         by_column: list[_Columns] = []
@@ -151,16 +150,11 @@ class BaseChange:
         for key in sorted(_keys(written) - self._older - kept):
             self._table.store.delete(key)
 
-    @property
-    def _older(self) -> set[str]:
-        """Files that were there before: those of the fragments that were looked at."""
-        data = {f"data/{path}" for _, files, _ in self._found for path, _ in files}
-        return data | {deletions for _, _, deletions in self._found if deletions is not None}
-
     # --- one fragment ----------------------------------------------------------------------
 
-    def _find(self, view: View, identity: Identity, fragment: LanceFragment) -> Offsets:
+    def _find(self, view: View, identity: str, fragment: LanceFragment) -> Offsets:
         """Where the rows are that have to change, all of which can be."""
+        self._older |= _keys([fragment.metadata])
         known = self._found.get(identity)
         if known is not None:
             return known
@@ -177,7 +171,7 @@ class BaseChange:
                 mask &= _visible(view, batch)
             if self._values is not None and self._values.reads:
                 self._values.apply(chosen_rows(batch, mask))
-            found.append(_offsets(batch)[mask])
+            found.append(offsets_of(batch.column(ROW_ADDRESS).to_numpy())[mask])
         self._found[identity] = offsets = np.sort(np.concatenate(found))
         return offsets
 
@@ -204,7 +198,7 @@ class BaseChange:
         wanted = np.zeros(fragment.physical_rows, dtype=np.bool_)
         wanted[offsets] = True
         for batch in self._scan(dataset, fragment, columns):
-            mask = wanted[_offsets(batch)]
+            mask = wanted[offsets_of(batch.column(ROW_ADDRESS).to_numpy())]
             if mask.any():
                 yield batch if mask.all() else chosen_rows(batch, mask)
 
@@ -218,7 +212,7 @@ class BaseChange:
     def _rewrite_columns(
         self,
         dataset: lance.LanceDataset,
-        identity: Identity,
+        identity: str,
         fragment: LanceFragment,
         offsets: Offsets,
     ) -> _Columns | None:
@@ -303,24 +297,11 @@ def _visible(view: View, rows: pa.RecordBatch) -> Mask:
     return ~older
 
 
-def _offsets(rows: pa.RecordBatch) -> Offsets:
-    offsets: Offsets = (rows.column(ROW_ADDRESS).to_numpy() & _OFFSET_MASK).astype(np.int64)
-    return offsets
-
-
-def _identity(fragment: LanceFragment) -> Identity:
-    """What a fragment's rows are, as long as its files and its deletions are the same."""
-    metadata = fragment.metadata
-    files = tuple((file.path, tuple(file.fields)) for file in metadata.files)
-    deletions = metadata.deletion_file
-    return metadata.id, files, None if deletions is None else deletions.path(metadata.id)
-
-
 def _keys(fragments: Iterable[FragmentMetadata]) -> set[str]:
     """The objects that fragments consist of, deletion vectors among them."""
     keys: set[str] = set()
     for fragment in fragments:
-        keys.update(f"data/{file.path}" for file in fragment.files)
+        keys.update(data_keys([fragment]))
         if fragment.deletion_file is not None:
             keys.add(str(fragment.deletion_file.path(fragment.id)))
     return keys

@@ -135,6 +135,11 @@ class IndexReport:
         last = {build.name: build.caught_up for build in self.builds}
         return [name for name, caught_up in last.items() if not caught_up]
 
+    @property
+    def skipped(self) -> set[str]:
+        """Indexes that cannot be built."""
+        return {build.name for build in self.builds if build.skipped is not None}
+
     def __add__(self, other: IndexReport) -> IndexReport:
         version = self.version if other.version is None else other.version
         return IndexReport((*self.builds, *other.builds), version)
@@ -155,17 +160,26 @@ def build_indexes(table: BaseTable, names: Sequence[str] | None = None) -> Index
         plans = [plan for plan in plans if plan.name not in skipped]
         if not plans:
             break
-        try:
-            results = [build_segment(table, plan) for plan in plans]
-        except VersionNotFound:
-            continue  # clean-up took the version that was planned for
-        done = commit_index_build(table, results)
-        skipped.update(build.name for build in done.builds if build.skipped is not None)
+        done = build_together(table, plans)
+        skipped.update(done.skipped)
         report += done
-        landed = {build.segment for build in done.builds}
-        for built in results:
-            if built.uuid is not None and built.uuid not in landed:
-                table.store.delete_prefix(f"_indices/{built.uuid}")
+    return report
+
+
+def build_together(table: BaseTable, plans: Sequence[IndexPlan]) -> IndexReport:
+    """Build some segments and commit them as one version; what did not land is removed.
+
+    Nothing is done if clean-up took the version that they were planned for.
+    """
+    try:
+        results = [build_segment(table, plan) for plan in plans]
+    except VersionNotFound:
+        return IndexReport()
+    report = commit_index_build(table, results)
+    landed = {build.segment for build in report.builds}
+    for built in results:
+        if built.uuid is not None and built.uuid not in landed:
+            table.store.delete_prefix(f"_indices/{built.uuid}")
     return report
 
 

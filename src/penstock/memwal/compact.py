@@ -35,6 +35,7 @@ from penstock.memwal.compact_fit import (
     CompactionPiece,
     CompactionReport,
 )
+from penstock.memwal.fragments import sync_data
 from penstock.memwal.table_versions import version_exists
 
 TARGET_ROWS = 1 << 20
@@ -69,17 +70,21 @@ def compact_all(
             read_bytes = report.bytes_before + piece.size_bytes
             if max_bytes is not None and report.pieces and read_bytes > max_bytes:
                 return report.leaving(left + len(pieces) - number)
-            try:
-                done = commit_compaction(table, [compact_piece(table, piece)])
-            except VersionNotFound:
-                left += 1  # what it was planned on is cleaned up, so there are newer versions
-                continue
+            done = compact_one(table, piece)
             left += done.left
             report += done
         report = report.leaving(left)
         if not left or attempt + 1 >= _ROUNDS:
             break
     return report
+
+
+def compact_one(table: BaseTable, piece: CompactionPiece) -> CompactionReport:
+    """Copy and commit; the piece is left if clean-up took the version it was planned on."""
+    try:
+        return commit_compaction(table, [compact_piece(table, piece)])
+    except VersionNotFound:
+        return CompactionReport(left=1)
 
 
 # --- plan ----------------------------------------------------------------------------------
@@ -199,9 +204,7 @@ def compact_piece(table: BaseTable, piece: CompactionPiece) -> Compacted:
             f"{table.uri}: version {piece.version}, which a compaction was planned on, was cleaned "
             "up; plan it again"
         ) from error
-    for fragment in result.new_fragments:
-        for file in fragment.files:
-            table.store.sync(f"data/{file.path}")
+    sync_data(table.store, result.new_fragments)
     return Compacted(piece, json.dumps(json.loads(result.json()), separators=(",", ":")))
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import lance
-from lance.fragment import FragmentMetadata, LanceFragment
+from lance.fragment import FragmentMetadata
 from lance.optimize import Compaction
 
 from penstock.memwal.base_table import BaseTable
@@ -35,6 +35,7 @@ from penstock.memwal.compact_fit import (
     rewrite_from,
     rewrite_of,
 )
+from penstock.memwal.fragments import data_keys
 from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.table_commit import commit_details, commit_next, only_moving_rows, trial
 from penstock.memwal.table_files import remove_unnamed
@@ -122,7 +123,7 @@ def _same(details: MemWalIndexDetails | None) -> MemWalIndexDetails | None:
 def _remove(table: BaseTable, dropped: Sequence[Compacted]) -> None:
     for one in dropped:
         new = rewrite_of(one).new_fragments
-        keys = [f"data/{file.path}" for part in new for file in part.files]
+        keys = data_keys(new)
         remove_unnamed(table.store, keys, one.piece.version, table.seams)
 
 
@@ -241,8 +242,9 @@ def _without_gone(
         if len(here) == part.physical_rows:
             continue
         if len(here):
-            lessened = numbered[part.id]._fragment.delete_rows(here.tolist())
-            part, deleted = LanceFragment(tried, None, fragment=lessened).metadata, True
+            lessened = numbered[part.id].delete_rows(here.tolist())
+            assert lessened is not None  # some rows are left
+            part, deleted = lessened, True
         made.append(part)
     if deleted:
         table.store.sync("_deletions")

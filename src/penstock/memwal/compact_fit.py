@@ -25,6 +25,7 @@ from lance.optimize import RewriteResult
 from penstock.errors import Corruption, NotATable
 from penstock.index.base import SYSTEM_INDEX_PREFIX
 from penstock.memwal.base_table import BaseTable
+from penstock.memwal.fragments import offsets_of
 from penstock.memwal.index_details import INDEX_NAME
 from penstock.memwal.sources import ROW_ADDRESS
 from penstock.memwal.table_versions import version_exists
@@ -33,7 +34,6 @@ Rows = npt.NDArray[np.int64]
 
 FRAGMENT_REUSE = "__lance_frag_reuse"
 """Where Lance keeps which rows moved, for indexes that were not rewritten."""
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,4 +251,4 @@ def _live_offsets(dataset: lance.LanceDataset, part: LanceFragment) -> Rows:
     )
     found = [batch.column(ROW_ADDRESS).to_numpy() for batch in scanner.to_batches()]
     addresses = np.concatenate([np.empty(0, dtype=np.uint64), *found])
-    return (addresses & _OFFSET_MASK).astype(np.int64)
+    return offsets_of(addresses)

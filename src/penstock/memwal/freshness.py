@@ -20,6 +20,7 @@ import pyarrow as pa
 from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import newest_rows
 from penstock.lazy import lazy
+from penstock.memwal.fragments import fragments_of, offsets_of
 
 if TYPE_CHECKING:
     from penstock.memwal.recent_keys import RecentRows
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.bool_]
 RowIds = npt.NDArray[np.uint64]
 
-_OFFSET_BITS = np.uint64(32)
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 _FEW_ROWS = 1024
 """About so many rows at a time the ids that stand beside the bitmaps are searched."""
 _RUN_ROWS = 64
@@ -201,7 +200,7 @@ class RowIdSet:
         found = np.zeros(len(row_ids), dtype=np.bool_)
         if not self._bitmaps or not len(row_ids):
             return found
-        fragments = row_ids >> _OFFSET_BITS
+        fragments = fragments_of(row_ids)
         first, last = int(fragments[0]), int(fragments[-1])
         if first == last and (fragments == fragments[0]).all():
             return self._in_fragment(first, row_ids)
@@ -221,7 +220,7 @@ class RowIdSet:
         bitmap = self._bitmaps.get(fragment)
         if bitmap is None:
             return np.zeros(len(row_ids), dtype=np.bool_)
-        offsets = (row_ids & _OFFSET_MASK).astype(np.int64)
+        offsets = offsets_of(row_ids)
         if int(offsets.max()) < len(bitmap):
             return bitmap[offsets]
         inside = offsets < len(bitmap)
@@ -232,9 +231,9 @@ class RowIdSet:
 
 def _bitmaps(row_ids: RowIds) -> dict[int, Mask]:
     bitmaps: dict[int, Mask] = {}
-    fragments = row_ids >> _OFFSET_BITS
+    fragments = fragments_of(row_ids)
     for fragment in np.unique(fragments).tolist():
-        offsets = (row_ids[fragments == fragment] & _OFFSET_MASK).astype(np.int64)
+        offsets = offsets_of(row_ids[fragments == fragment])
         bitmap = np.zeros(int(offsets.max()) + 1, dtype=np.bool_)
         bitmap[offsets] = True
         bitmaps[int(fragment)] = bitmap

@@ -13,18 +13,13 @@ of processes may maintain a table at once; they find each other's work done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.errors import InvalidInput, VersionNotFound
+from penstock.errors import InvalidInput
 from penstock.memwal.base_table import BaseTable
-from penstock.memwal.build_indexes import (
-    IndexReport,
-    build_segment,
-    commit_index_build,
-    plan_index_builds,
-)
-from penstock.memwal.compact import commit_compaction, compact_piece, plan_compaction
+from penstock.memwal.build_indexes import IndexReport, build_together, plan_index_builds
+from penstock.memwal.compact import compact_one, plan_compaction
 from penstock.memwal.compact_fit import CompactionReport
 from penstock.memwal.gc import collect
 from penstock.memwal.gc_limits import RETAIN_SECONDS
@@ -39,6 +34,7 @@ DELETED_SHARE = 0.2
 """A fragment with a larger share of deleted rows is rewritten. Rows that are updated again and
 again would have a large fragment copied for few of them."""
 _ROUNDS = 16
+"""Others may do the work, or make more of it; after so many times it has to wait."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -136,16 +132,11 @@ def maintain(
     return MaintainReport(tuple(done))
 
 
-def _rounds() -> Iterator[int]:
-    """Others may have done the work, or made more of it; after so many times it has to wait."""
-    yield from range(_ROUNDS)
-
-
 def _merge(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
     report = MergeReport()
     left = 0
     done = 0
-    for _ in _rounds():
+    for _ in range(_ROUNDS):
         plans, waiting = plan_merges(table, max_rows=MERGE_ROWS)
         report += MergeReport(waiting=waiting)
         left = sum(len(plan.generations) for plan in plans)
@@ -176,7 +167,7 @@ def _merged(report: MergeReport) -> str:
 def _index(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
     report = IndexReport()
     skipped: set[str] = set()
-    for _ in _rounds():
+    for _ in range(_ROUNDS):
         least = min(INDEX_ROWS, INDEX_SHARE * table.snapshot().rows)
         found = [plan for plan in plan_index_builds(table) if plan.name not in skipped]
         plans = [plan for plan in found if plan.rows >= least or not plan.fragments]
@@ -187,12 +178,8 @@ def _index(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
         for number, plan in enumerate(plans):
             if budget.is_spent:
                 return str(report), ", ".join(plan.name for plan in plans[number:])
-            try:
-                built = build_segment(table, plan)
-            except VersionNotFound:
-                continue  # clean-up took the version it was planned for
-            done = commit_index_build(table, [built])
-            skipped.update(build.name for build in done.builds if build.skipped is not None)
+            done = build_together(table, [plan])
+            skipped.update(done.skipped)
             report += done
             tell("index", number + 1, len(plans))
     return str(report), ", ".join(report.behind)
@@ -200,17 +187,13 @@ def _index(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
 
 def _compact(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
     report = CompactionReport()
-    for _ in _rounds():
+    for _ in range(_ROUNDS):
         pieces = plan_compaction(table, deletion_share=DELETED_SHARE, gradual=True)
         left = 0
         for number, piece in enumerate(pieces):
             if budget.is_spent:
                 return str(report), f"{len(pieces) - number} groups of fragments"
-            try:
-                done = commit_compaction(table, [compact_piece(table, piece)])
-            except VersionNotFound:
-                left += 1  # clean-up took the version it was planned for
-                continue
+            done = compact_one(table, piece)
             budget.spend(piece.size_bytes)
             left += done.left
             report += done.leaving(0)

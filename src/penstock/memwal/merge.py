@@ -20,7 +20,6 @@ between them, and their newer rows would be overwritten by older ones.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +32,13 @@ from typing import Any
 import lance
 import numpy as np
 import pyarrow as pa
-from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
+from lance.fragment import FragmentMetadata, write_fragments
 
 from penstock.errors import Corruption, InvalidInput
 from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import key_array, key_type, newest_rows
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
+from penstock.memwal.fragments import contents, data_keys, fragments_of, offsets_of, sync_data
 from penstock.memwal.freshness import Mask
 from penstock.memwal.gc_limits import check_age
 from penstock.memwal.index_details import MemWalIndexDetails
@@ -57,8 +57,6 @@ _ROWS_PER_WRITER = 200_000
 """So many threads write rows, if there are so many for each but the last."""
 _LOOKED_UP_ROWS = 65_536
 """Rows of the base whose keys are compared at a time."""
-_OFFSET_BITS = np.uint64(32)
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,9 +326,7 @@ def _write(table: BaseTable, base: BaseSnapshot, share: _Share) -> _Written:
     if first is not None:
         reader = pa.RecordBatchReader.from_batches(shape.schema, chain([first], stream))
         fragments = write_fragments(reader, base.dataset, mode="append")
-        for fragment in fragments:
-            for file in fragment.files:
-                table.store.sync(f"data/{file.path}")
+        sync_data(table.store, fragments)
     return _Written(fragments, counted["rows"], counted["dead"])
 
 
@@ -362,7 +358,7 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
         operation=partial(_operation, table, folded),
     )
     if done:
-        keys = [f"data/{file.path}" for part in folded.fragments for file in part.files]
+        keys = data_keys(folded.fragments)
         remove_unnamed(table.store, keys, folded.version, table.seams)
         return MergeReport()
     return MergeReport(len(plan.generations), folded.rows, folded.deleted)
@@ -377,15 +373,15 @@ def _operation(table: BaseTable, folded: Folded, dataset: lance.LanceDataset) ->
     # What earlier attempts looked up is known to later ones.
     fragments = _look_up(dataset, columns, folded.keys, folded.superseded)
     changed, removed = [], []
-    for contents, fragment in fragments.items():
-        offsets = folded.superseded[contents]
+    for which, fragment in fragments.items():
+        offsets = folded.superseded[which]
         if not offsets:
             continue
-        if len(offsets) >= fragment.count_rows():
+        lessened = fragment.delete_rows(offsets)
+        if lessened is None:
             removed.append(fragment.fragment_id)
-            continue
-        lessened = LanceFragment(dataset, None, fragment=fragment._fragment.delete_rows(offsets))
-        changed.append(lessened.metadata)
+        else:
+            changed.append(lessened)
     if changed:
         table.store.sync("_deletions")
     return only_moving_rows(
@@ -407,13 +403,13 @@ def _look_up(
     """
     if keys is None:
         return {}
-    fragments = {_contents(fragment): fragment for fragment in dataset.get_fragments()}
-    unread = {f.fragment_id: contents for contents, f in fragments.items() if contents not in known}
+    fragments = {contents(fragment): fragment for fragment in dataset.get_fragments()}
+    unread = {f.fragment_id: which for which, f in fragments.items() if which not in known}
     if unread:
         wanted = KeyIndex(keys, np.arange(len(keys), dtype=np.uint64))
         scanner = dataset.scanner(
             columns=list(columns),
-            fragments=[fragments[contents] for contents in unread.values()],
+            fragments=[fragments[which] for which in unread.values()],
             with_row_address=True,
             batch_size=_LOOKED_UP_ROWS,
         )
@@ -422,14 +418,8 @@ def _look_up(
             same = wanted.find(key_array(batch, columns)) != NOT_FOUND
             found.append(batch.column(ROW_ADDRESS).to_numpy()[same])
         addresses = np.concatenate(found)
-        owners = addresses >> _OFFSET_BITS
-        known.update((contents, []) for contents in unread.values())
+        owners = fragments_of(addresses)
+        known.update((which, []) for which in unread.values())
         for owner in np.unique(owners).tolist():
-            offsets = (addresses[owners == owner] & _OFFSET_MASK).astype(np.int64)
-            known[unread[int(owner)]] = offsets.tolist()
+            known[unread[int(owner)]] = offsets_of(addresses[owners == owner]).tolist()
     return fragments
-
-
-def _contents(fragment: lance.LanceFragment) -> str:
-    """What the rows of a fragment are: if this is the same, they are."""
-    return json.dumps(fragment.metadata.to_json(), sort_keys=True)

@@ -25,6 +25,7 @@ from penstock.index.bloom import BloomFilter
 from penstock.index.primary_key import PkIndexReader, key_array, python_keys
 from penstock.memwal import names
 from penstock.memwal.flush import BLOOM_FILE
+from penstock.memwal.fragments import offsets_of
 from penstock.memwal.freshness import Mask
 from penstock.memwal.manifest import FlushedGeneration
 from penstock.memwal.memtable import MemTable
@@ -41,7 +42,6 @@ Scanned = tuple[pa.RecordBatch, npt.NDArray[Any] | None, Mask | None]
 """Rows, the number of each within its source, and which are tombstones."""
 ROW_ADDRESS = "_rowaddr"
 ROW_ID = "_rowid"
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 _BATCH_ROWS = 8192
 _BUFFERED_BATCHES = 4
 _KEPT_ROWS = 200_000
@@ -233,7 +233,7 @@ class GenerationSource:
             batch = self._guarded(lambda: next(batches, None))
             if batch is None:
                 return
-            numbers = _offsets(batch.column(ROW_ADDRESS))
+            numbers = offsets_of(batch.column(ROW_ADDRESS).to_numpy())
             dead = np.asarray(batch.column(TOMBSTONE))
             if not pushed:
                 table = pa.Table.from_batches([batch]).drop_columns([ROW_ADDRESS])
@@ -249,7 +249,7 @@ class GenerationSource:
             rows = self._guarded(
                 lambda: self.dataset.scanner(columns=missing, with_row_address=True).to_table()
             )
-            self._numbers = _offsets(rows.column(ROW_ADDRESS))
+            self._numbers = offsets_of(rows.column(ROW_ADDRESS).to_numpy())
             for name in missing:
                 self._columns[name] = rows.column(name)
         return pa.table({name: self._columns[name] for name in (*needed, TOMBSTONE)})
@@ -360,12 +360,6 @@ class BaseSource:
 
 FreshSource = GenerationSource | MemTableSource
 Source = BaseSource | GenerationSource | MemTableSource
-
-
-def _offsets(addresses: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Row numbers within the only fragment of a generation."""
-    offsets: npt.NDArray[np.int64] = (addresses.to_numpy() & _OFFSET_MASK).astype(np.int64)
-    return offsets
 
 
 def _matching(

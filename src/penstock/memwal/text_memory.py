@@ -32,6 +32,7 @@ from penstock.index.base import SYSTEM_INDEX_PREFIX, IndexSpec, load_index_specs
 from penstock.index.text import VOCABULARY_LIMIT, TextAnalyzer, TextIndex
 from penstock.index.text_block import build_block
 from penstock.memwal.cache import ByteCache, FewCache
+from penstock.memwal.fragments import contents
 from penstock.memwal.index_choice import chosen_index
 from penstock.memwal.memtable import MemTable
 from penstock.memwal.sources import FreshSource, GenerationSource, MemTableSource, StaleView
@@ -319,11 +320,9 @@ def _of_generation(view: View, source: GenerationSource, column: TextColumn) -> 
 
 
 def _of_fragment(view: View, fragment: Any, column: TextColumn) -> _Stored:
-    dataset, stored = view.base.dataset, fragment.metadata
-    files = tuple(file.path for file in stored.files)
-    key = (fragment.fragment_id, files, repr(stored.deletion_file), column.field_id)
+    dataset = view.base.dataset
     return _Stored(
-        (*key, column.tokenizer),
+        (contents(fragment), column.field_id, column.tokenizer),
         fragment.count_rows(),
         lambda: fragment_texts(dataset, fragment, column.name),
         lambda: fragment_row_ids(dataset, fragment),

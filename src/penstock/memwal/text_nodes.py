@@ -35,6 +35,7 @@ from penstock.index.bm25 import (
 from penstock.index.impact import best_chosen_rows, best_rows
 from penstock.index.text import Postings
 from penstock.lazy import lazy
+from penstock.memwal.fragments import offsets_of
 from penstock.memwal.freshness import RowIdSet
 from penstock.memwal.hits import Hits
 from penstock.memwal.plan import Node
@@ -294,11 +295,6 @@ def _of_index(index: LiveIndex, terms: Sequence[str], places: bool) -> list[Post
     return [ranked.postings for ranked in index.text.ranked(terms)]
 
 
-def _offsets(numbers: Numbers) -> Int64s:
-    offsets: Int64s = (numbers & np.uint64(0xFFFFFFFF)).astype(np.int64)
-    return offsets
-
-
 def _matching(query: TextQuery, source: FreshSource, own: Numbers | None) -> Bools:
     """Which rows of a source in front of the base, or those with these numbers, are allowed."""
     if isinstance(source, GenerationSource):
@@ -308,7 +304,7 @@ def _matching(query: TextQuery, source: FreshSource, own: Numbers | None) -> Boo
     mask = np.zeros(rows, dtype=np.bool_)
     for _, numbers, _ in source.scan(query.view.shape, [], query.where):
         mask[numbers] = True
-    return mask if own is None else mask[_offsets(own)]
+    return mask if own is None else mask[offsets_of(own)]
 
 
 def _allow_in_base(
@@ -390,7 +386,7 @@ def _by_source(
     if index is not None:
         numbers = index.text.numbers[matches.rows]
         if index.source != BASE:
-            numbers = _offsets(numbers).astype(np.uint64)
+            numbers = offsets_of(numbers).astype(np.uint64)
         yield index.source, numbers, matches.scores
         return
     owners = np.searchsorted(known.firsts, matches.rows, side="right") - 1

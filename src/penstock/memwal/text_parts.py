@@ -31,6 +31,7 @@ from penstock.index.impact import RankedPostings
 from penstock.index.lance_text import LanceTextIndex
 from penstock.index.text import Postings, TextIndex
 from penstock.index.text_block import TextBlock, build_block
+from penstock.memwal.fragments import offsets_of
 from penstock.memwal.shape import TableShape
 from penstock.memwal.sources import ROW_ADDRESS, ROW_ID, GenerationSource, StaleView
 from penstock.memwal.wal import TOMBSTONE
@@ -50,8 +51,6 @@ _evictions = metrics.cache_evictions.labels("terms")
 
 BATCH_ROWS = 1 << 15
 """So many rows are tokenised at a time."""
-
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 
 
 class TextPart(Protocol):
@@ -209,7 +208,7 @@ def generation_texts(shape: TableShape, source: GenerationSource, column: str) -
         if batch is None:
             return
         addresses = batch.column(ROW_ADDRESS).to_numpy()
-        yield batch.column(column), (addresses & _OFFSET_MASK).astype(np.int64)
+        yield batch.column(column), offsets_of(addresses)
 
 
 def fragment_texts(

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from penstock.index.primary_key import key_array
+from penstock.memwal.fragments import offsets_of
 from penstock.memwal.freshness import RowIdSet
 from penstock.memwal.sources import ROW_ID, MemTableSource
 from penstock.memwal.text_group import Placed
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 BASE = -1
 _COUNTED_TERMS = 1 << 16
 _FEW_SHARE = 16
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 _NO_ROWS: Int64s = np.zeros(0, dtype=np.int64)
 
 
@@ -289,7 +289,7 @@ def _generation_index(place: int, text: IndexedText, newest: Bools | None) -> Li
     if newest is None:
         live = np.ones(len(text.lengths), dtype=np.bool_)
     else:
-        live = newest[(text.numbers & _OFFSET_MASK).astype(np.int64)]
+        live = newest[offsets_of(text.numbers)]
     counted = CountedIndex.of(text, live)
     return LiveIndex(place, counted, live, _NO_ROWS, counted.documents, counted.tokens)
 

@@ -19,7 +19,6 @@ a vector) are not `usable`.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -37,6 +36,7 @@ from penstock.index.base import SYSTEM_INDEX_PREFIX, load_index_specs
 from penstock.index.growing import GrowingArray
 from penstock.index.ivf import NO_PARTITION, IvfIndex
 from penstock.memwal.cache import ByteCache
+from penstock.memwal.fragments import contents, offsets_of
 from penstock.memwal.index_choice import chosen_index
 from penstock.memwal.live_indexes import vectors_of
 from penstock.memwal.memtable import MemTable
@@ -59,7 +59,6 @@ _KNOWN_GROUPS = 4
 _GROUP_GENERATIONS = 4
 """So many generations are searched one by one; of more a group is made."""
 _EXACT_KINDS = ("ivf_flat", "ivf_hnsw_flat")
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,8 +238,8 @@ class VectorMemory:
         if view.shape.key_columns and view.sources and view.hidden_base_rows is None:
             return None
         found = []
-        for contents, fragment in column.unindexed:
-            key = (contents, column.field_id, column.model_name)
+        for which, fragment in column.unindexed:
+            key = (which, column.field_id, column.model_name)
             block = self.blocks.get(key, partial(_load_fragment, view, fragment, column))
             assert isinstance(block, FragmentBlock)
             found.append(block)
@@ -306,7 +305,7 @@ def _describe(view: View, name: str, metric: str | None) -> VectorColumn:
         index=index.name,
         has_others=len(indexes) > 1,
         segments=frozenset(str(segment.uuid) for segment in index.segments),
-        unindexed=tuple((_contents(fragment), fragment) for fragment in fragments),
+        unindexed=tuple((contents(fragment), fragment) for fragment in fragments),
     )
     try:
         (spec,) = load_index_specs(dataset, [index.name])
@@ -322,13 +321,6 @@ def _describe(view: View, name: str, metric: str | None) -> VectorColumn:
 
 def _metric_of(index: Any) -> str:
     return str(dict(index.details).get("metric_type", "")).lower()
-
-
-def _contents(fragment: lance.LanceFragment) -> str:
-    """What a fragment's rows are, as long as its files and its deletions are the same."""
-    described = fragment.metadata.to_json()
-    named = {part: described[part] for part in ("id", "files", "overlays", "deletion_file")}
-    return json.dumps(named, sort_keys=True)
 
 
 # --- blocks --------------------------------------------------------------------------------
@@ -387,7 +379,7 @@ def _stored(view: View, source: GenerationSource, name: str) -> Iterator[tuple[p
     for batch in read.to_batches():
         yield (
             batch.column(name),
-            (np.asarray(batch.column(ROW_ADDRESS)) & _OFFSET_MASK).astype(np.int64),
+            offsets_of(np.asarray(batch.column(ROW_ADDRESS))),
         )
 
 

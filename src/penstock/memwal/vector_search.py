@@ -36,6 +36,7 @@ import pyarrow.compute as pc
 
 from penstock.errors import InvalidInput
 from penstock.index.primary_key import key_array
+from penstock.memwal.fragments import offsets_of
 from penstock.memwal.hits import Hits, SortExec, only_the_key
 from penstock.memwal.plan import Chunk, GlobalLimitExec, Node, UnionExec
 from penstock.memwal.scan import checked_columns
@@ -58,7 +59,6 @@ METRICS = ("l2", "cosine", "dot")
 DEFAULT_REFINE = 10
 """How many times as many rows as wanted are compared exactly where the index compresses."""
 _LEAST_REFINE = 4
-_OFFSET_MASK = np.uint64(0xFFFFFFFF)
 _SEARCH_THREADS = 8
 """So many searches ask Lance at a time; more wait their turn."""
 _pool = ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="penstock-search")
@@ -365,7 +365,8 @@ def _search_generation(
         hits = guarded(source, lambda: next(rounds, None))
         if hits is None:
             return
-        yield Hits(source, hits[ROW_ID].to_numpy() & _OFFSET_MASK, hits[DISTANCE].to_numpy())
+        rows = offsets_of(hits[ROW_ID].to_numpy()).view(np.uint64)
+        yield Hits(source, rows, hits[DISTANCE].to_numpy())
 
 
 def _search_base(
