@@ -19,12 +19,23 @@ import penstock
 from penstock import Table
 from penstock.errors import CommitConflict
 from penstock.index.primary_key import mark_primary_key
+from penstock.memwal import adopt
 from penstock.memwal.merge import MergePlan, commit_merge, fold, plan_merges
 from penstock.memwal.regions import load_manifests
 from penstock.storage.faults import Fault
 
 SCHEMA = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("value", pa.string())])
 Found = dict[Any, Any]
+
+
+@pytest.fixture(autouse=True, params=["adopted", "rewritten"])
+def adopts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether files of generations become files of the base table, as those of many rows do."""
+    adopted = bool(request.param == "adopted")
+    if adopted:
+        monkeypatch.setattr(adopt, "ADOPTED_ROWS", 0)
+        monkeypatch.setattr(adopt, "DEAD_SHARE", 1.0)
+    return adopted
 
 
 def plain(table: Table) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -123,6 +124,25 @@ def test_put_if_match_needs_the_version_that_is_there(store: ObjectStore) -> Non
     assert bytes(store.get("manifest").data) == b"3"
 
 
+def test_a_copy_is_young_and_outlives_what_it_was_made_of(store: ObjectStore) -> None:
+    began_ms = _written_at_ms(store, "before")
+    store.put("a/original", b"rows")
+    if isinstance(store, LocalStore):
+        os.utime(f"{store.uri}/a/original", (1_000_000, 1_000_000))
+    store.copy("a/original", "b/copy")
+    assert store.head("b/copy").modified_ms >= began_ms
+    store.delete_prefix("a")
+    assert bytes(store.get("b/copy").data) == b"rows"
+    with pytest.raises(ObjectNotFound):
+        store.copy("a/original", "b/another")
+    assert not store.exists("b/another")
+
+
+def _written_at_ms(store: ObjectStore, key: str) -> int:
+    store.put(key, b"")
+    return store.head(key).modified_ms
+
+
 def test_of_many_threads_exactly_one_creates(store: ObjectStore) -> None:
     def create(n: int) -> bool:
         try:
@@ -193,6 +213,9 @@ def test_a_bad_key_is_refused_by_every_operation(store: ObjectStore, key: str) -
     for call in (store.get, store.head, store.delete):
         with pytest.raises(InvalidInput, match="cannot name an object"):
             call(key)
+    for pair in ((key, "fine"), ("fine", key)):
+        with pytest.raises(InvalidInput, match="cannot name an object"):
+            store.copy(*pair)
     for put in (store.put, store.put_if_absent):
         with pytest.raises(InvalidInput, match="cannot name an object"):
             put(key, b"")

@@ -3,7 +3,8 @@
 A merge has three parts, so that the costly one can run anywhere and is never done twice:
 
     plan_merges     which generations of which regions, in order
-    fold            the newest row of each key, written as Lance fragments that nobody names yet
+    fold            the newest row of each key, as Lance fragments that nobody names yet: of the
+                    generation's own file (`adopt`) or written anew
     commit_merge    one version: the new rows, the rows they replace or delete taken out, progress
 
 Several generations are folded together; a key that was written in each of them is merged once.
@@ -37,6 +38,7 @@ from lance.fragment import FragmentMetadata, write_fragments
 from penstock.errors import Corruption, InvalidInput
 from penstock.index.key_index import NOT_FOUND, KeyIndex
 from penstock.index.primary_key import key_array, key_type, newest_rows
+from penstock.memwal.adopt import Adopted, adopt
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.fragments import contents, data_keys, fragments_of, offsets_of, sync_data
 from penstock.memwal.freshness import Mask
@@ -101,6 +103,7 @@ class Folded:
 
     plan: MergePlan
     fragments: tuple[FragmentMetadata, ...]
+    adopted: tuple[Adopted, ...]
     rows: int
     deleted: int
     keys: pa.Array | None
@@ -257,21 +260,24 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
         keys = every.filter(pa.array(newest))
         ends = np.cumsum([len(part) for part in parts])
         masks = [newest[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
-    write = partial(_write, table, base)
-    shares = _shares(list(zip(plan.generations, masks, strict=True)))
     known: dict[str, list[int]] = {}
-    with ThreadPoolExecutor(len(shares) + 1, "penstock-fold") as pool:
+    with ThreadPoolExecutor(_WRITERS + 1, "penstock-fold") as pool:
         # Most of what the commit has to look up is known by the time the rows are written.
         looking = pool.submit(_look_up, base.dataset, shape.key_columns, keys, known)
-        written = list(pool.map(write, shares))
+        every = list(zip(plan.generations, masks, strict=True))
+        adopting = [adopt(table, base, source(*found), mask) for found, mask in every]
+        left = [one for one, done in zip(every, adopting, strict=True) if done is None]
+        written = list(pool.map(partial(_write, table, base), _shares(left)))
         # Clean-up may take the version; the commit looks up whatever is not known.
         with suppress(OSError, RuntimeError, pa.ArrowException):
             looking.result()
+    adopted = tuple(one for one in adopting if one is not None)
     return Folded(
         plan,
         tuple(fragment for share in written for fragment in share.fragments),
-        sum(share.rows for share in written),
-        sum(share.deleted for share in written),
+        adopted,
+        sum(share.rows for share in written) + sum(one.rows for one in adopted),
+        sum(share.deleted for share in written) + sum(one.tombstones for one in adopted),
         keys,
         known,
         started_ms,
@@ -292,6 +298,8 @@ class _Written:
 
 def _shares(every: _Share) -> list[_Share]:
     """The generations for each of the threads that write, in order; one if they are few rows."""
+    if not every:
+        return []
     ends = np.cumsum([found.physical_rows or 0 for (_, found), _ in every])
     count = int(min(_WRITERS, len(every), 1 + ends[-1] // _ROWS_PER_WRITER))
     cuts = np.searchsorted(ends, [ends[-1] * part / count for part in range(1, count)])
@@ -358,7 +366,7 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
         operation=partial(_operation, table, folded),
     )
     if done:
-        keys = data_keys(folded.fragments)
+        keys = data_keys([*folded.fragments, *(one.fragment for one in folded.adopted)])
         remove_unnamed(table.store, keys, folded.version, table.seams)
         return MergeReport()
     return MergeReport(len(plan.generations), folded.rows, folded.deleted)
@@ -366,29 +374,54 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
 
 def _operation(table: BaseTable, folded: Folded, dataset: lance.LanceDataset) -> Any:
     """The rows in, and those they replace out."""
-    new = list(folded.fragments)
+    adopted = [one.fragment for one in folded.adopted]
     if folded.keys is None:
-        return only_moving_rows(lance.LanceOperation.Append(new))
+        return only_moving_rows(lance.LanceOperation.Append([*adopted, *folded.fragments]))
     columns = table.snapshot().shape.key_columns
     # What earlier attempts looked up is known to later ones.
-    fragments = _look_up(dataset, columns, folded.keys, folded.superseded)
+    replaced = _look_up(dataset, columns, folded.keys, folded.superseded)
+    if not adopted:
+        return _exchange(table, folded, replaced)
+
+    def exchange(appended: lance.LanceDataset) -> Any:
+        return _exchange(table, folded, replaced | _dead(folded, appended))
+
+    # What is deleted from a fragment is in a file with its number, which it gets by being added.
+    return [lance.LanceOperation.Append(adopted), exchange]
+
+
+Deletions = dict[int, tuple[lance.LanceFragment, list[int]]]
+"""By their numbers, fragments and the offsets of rows that go out of them."""
+
+
+def _exchange(table: BaseTable, folded: Folded, deletions: Deletions) -> Any:
     changed, removed = [], []
-    for which, fragment in fragments.items():
-        offsets = folded.superseded[which]
-        if not offsets:
-            continue
+    for number, (fragment, offsets) in deletions.items():
         lessened = fragment.delete_rows(offsets)
         if lessened is None:
-            removed.append(fragment.fragment_id)
+            removed.append(number)
         else:
             changed.append(lessened)
     if changed:
         table.store.sync("_deletions")
     return only_moving_rows(
         lance.LanceOperation.Update(
-            removed_fragment_ids=removed, updated_fragments=changed, new_fragments=new
+            removed_fragment_ids=removed,
+            updated_fragments=changed,
+            new_fragments=list(folded.fragments),
         )
     )
+
+
+def _dead(folded: Folded, appended: lance.LanceDataset) -> Deletions:
+    """What of the fragments that were adopted the table must not have."""
+    dead = {one.path: one.dead.tolist() for one in folded.adopted if len(one.dead)}
+    return {
+        fragment.fragment_id: (fragment, dead[file.path])
+        for fragment in appended.get_fragments()
+        for file in fragment.metadata.files
+        if file.path in dead
+    }
 
 
 def _look_up(
@@ -396,11 +429,8 @@ def _look_up(
     columns: Sequence[str],
     keys: pa.Array | None,
     known: dict[str, list[int]],
-) -> dict[str, lance.LanceFragment]:
-    """Add to `known` the offsets of rows with these keys in fragments that it lacks.
-
-    Returns the fragments, by what their rows are.
-    """
+) -> Deletions:
+    """Rows with these keys; what `known` lacks of them is added to it, by fragments' contents."""
     if keys is None:
         return {}
     fragments = {contents(fragment): fragment for fragment in dataset.get_fragments()}
@@ -422,4 +452,4 @@ def _look_up(
         known.update((which, []) for which in unread.values())
         for owner in np.unique(owners).tolist():
             known[unread[int(owner)]] = offsets_of(addresses[owners == owner]).tolist()
-    return fragments
+    return {f.fragment_id: (f, known[which]) for which, f in fragments.items() if known[which]}

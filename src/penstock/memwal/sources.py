@@ -69,8 +69,8 @@ class GenerationSource:
         self.generation = flushed.generation
         self.path = flushed.path
         self._store = store
-        self._key = f"{names.region_dir(region_id)}/{flushed.path}"
-        self.uri = f"{store.uri.rstrip('/')}/{self._key}"
+        self.key = f"{names.region_dir(region_id)}/{flushed.path}"
+        self.uri = f"{store.uri.rstrip('/')}/{self.key}"
         self._options = dict(storage_options) if storage_options else None
         self._dataset: lance.LanceDataset | None = None
         self._reader: PkIndexReader | None = None
@@ -90,6 +90,11 @@ class GenerationSource:
         return f"region_{self.region_id}[gen={self.generation}]"
 
     @property
+    def rows(self) -> int:
+        """Rows in its files, as far as the manifest says."""
+        return self._rows
+
+    @property
     def nbytes(self) -> int:
         """What is kept in memory of it, roughly."""
         keys = 0 if self._keys is None else int(self._keys.nbytes)
@@ -97,7 +102,7 @@ class GenerationSource:
         kept = sum(int(column.nbytes) for column in list(self._columns.values()))
         return 64_000 + keys + bloom + kept
 
-    def _guarded(self, work: Callable[[], T]) -> T:
+    def guarded(self, work: Callable[[], T]) -> T:
         """Clean-up may take a generation away before it is opened, or while it is read."""
         try:
             return work()
@@ -107,7 +112,7 @@ class GenerationSource:
     @property
     def dataset(self) -> lance.LanceDataset:
         if self._dataset is None:
-            dataset = self._guarded(lambda: lance.dataset(self.uri, storage_options=self._options))
+            dataset = self.guarded(lambda: lance.dataset(self.uri, storage_options=self._options))
             fields = dataset.lance_schema.fields()
             # Whoever sees the dataset, on whatever thread, sees these too.
             self._ids = {field.name(): field.id() for field in fields}
@@ -117,7 +122,7 @@ class GenerationSource:
     @property
     def reader(self) -> PkIndexReader:
         if self._reader is None:
-            self._reader = self._guarded(lambda: PkIndexReader(self.uri, self._options))
+            self._reader = self.guarded(lambda: PkIndexReader(self.uri, self._options))
         return self._reader
 
     @property
@@ -127,7 +132,7 @@ class GenerationSource:
 
     def keys(self) -> pa.Array:
         if self._keys is None:
-            self._keys = self._guarded(lambda: self.reader.keys_by_row())
+            self._keys = self.guarded(lambda: self.reader.keys_by_row())
         return self._keys
 
     @property
@@ -135,7 +140,7 @@ class GenerationSource:
         """Which keys it may hold; None if it has no filter."""
         if not self._bloom_read:
             try:
-                data = self._store.get(f"{self._key}/{BLOOM_FILE}").data
+                data = self._store.get(f"{self.key}/{BLOOM_FILE}").data
                 self._bloom = BloomFilter.from_bytes(data)
             except ObjectNotFound:
                 self._bloom = None
@@ -158,7 +163,7 @@ class GenerationSource:
 
     def find(self, keys: pa.Array) -> Rows:
         """The newest row with each key, or -1."""
-        return self._guarded(lambda: self.reader.newest_many(keys))
+        return self.guarded(lambda: self.reader.newest_many(keys))
 
     def take(self, rows: Rows, shape: TableShape, columns: Sequence[str]) -> pa.Table:
         """Rows by number, with their tombstone flag."""
@@ -186,7 +191,7 @@ class GenerationSource:
                 raise ValueError(f"{len(rows)} rows are indexed and {taken.num_rows} are there")
             return taken
 
-        return self._guarded(work)
+        return self.guarded(work)
 
     def scan(
         self,
@@ -219,7 +224,7 @@ class GenerationSource:
             limits["batch_size"] = min(_BATCH_ROWS, max(1, rows))
             limits["batch_readahead"] = 1
             limits["io_buffer_size"] = buffer_bytes
-        batches = self._guarded(
+        batches = self.guarded(
             lambda: iter(
                 dataset.scanner(
                     columns=[*(needed if not pushed else columns), TOMBSTONE],
@@ -230,7 +235,7 @@ class GenerationSource:
             )
         )
         while True:
-            batch = self._guarded(lambda: next(batches, None))
+            batch = self.guarded(lambda: next(batches, None))
             if batch is None:
                 return
             numbers = offsets_of(batch.column(ROW_ADDRESS).to_numpy())
@@ -246,7 +251,7 @@ class GenerationSource:
             return None
         missing = [name for name in (*needed, TOMBSTONE) if name not in self._columns]
         if missing or self._numbers is None:
-            rows = self._guarded(
+            rows = self.guarded(
                 lambda: self.dataset.scanner(columns=missing, with_row_address=True).to_table()
             )
             self._numbers = offsets_of(rows.column(ROW_ADDRESS).to_numpy())

@@ -78,8 +78,8 @@ def commit_index(
     """As `commit_details`; returns the version that holds the index, too.
 
     `operation` makes a change of the data for the version it is given, or a list of them, which
-    become part of the same new version: all are there or none is. It must have made durable what
-    it names.
+    become part of the same new version: all are there or none is. A change that depends on what
+    the one before it led to is a function of that. It must have made durable what it names.
 
     `lay_down` gets the changed details and the uuid their index is about to have. It writes what
     belongs under that uuid, durably, and returns the details to commit. Every attempt has a uuid
@@ -193,6 +193,8 @@ def _commit_detached(
     data = b""
     passed: list[str] = []
     for step in steps:
+        if callable(step):
+            step = step(dataset)
         transaction = step if isinstance(step, Transaction) else Transaction(0, step)
         dataset = lance.LanceDataset.commit(
             dataset,

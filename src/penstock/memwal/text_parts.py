@@ -202,9 +202,9 @@ def generation_texts(shape: TableShape, source: GenerationSource, column: str) -
         )
         return iter(scanner.to_reader())
 
-    batches = source._guarded(begin)
+    batches = source.guarded(begin)
     while True:
-        batch = source._guarded(lambda: next(batches, None))
+        batch = source.guarded(lambda: next(batches, None))
         if batch is None:
             return
         addresses = batch.column(ROW_ADDRESS).to_numpy()

@@ -42,7 +42,9 @@ from penstock.storage.objects import (
 )
 
 READS = frozenset(("get", "get_range", "head", "exists", "list", "list_dirs"))
-WRITES = frozenset(("put", "put_if_absent", "put_if_match", "delete", "delete_prefix", "sync"))
+WRITES = frozenset(
+    ("put", "put_if_absent", "put_if_match", "copy", "delete", "delete_prefix", "sync")
+)
 MAX_LOGGED = 100_000
 
 Hook = Callable[[str, str], None]
@@ -77,7 +79,7 @@ _ONLY_FOR = {
     Fault.TORN: frozenset(("put",)),
     Fault.BIT_FLIP: frozenset(("get", "get_range")),
     Fault.STALE_LIST: frozenset(("list", "list_dirs")),
-    Fault.HTTP_404: frozenset(("get", "get_range", "head", "put_if_match")),
+    Fault.HTTP_404: frozenset(("get", "get_range", "head", "copy", "put_if_match")),
     Fault.HTTP_409: frozenset(("put_if_absent", "put_if_match")),
     Fault.HTTP_412: frozenset(("put_if_absent", "put_if_match")),
 }
@@ -280,6 +282,9 @@ class FaultStore:
 
     def put_if_match(self, key: str, data: Payload, etag: str) -> str:
         return self._call("put_if_match", key, lambda: self._inner.put_if_match(key, data, etag))
+
+    def copy(self, key: str, new_key: str) -> None:
+        return self._call("copy", new_key, lambda: self._inner.copy(key, new_key))
 
     def delete(self, key: str) -> None:
         return self._call("delete", key, lambda: self._inner.delete(key))

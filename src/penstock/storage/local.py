@@ -149,6 +149,18 @@ class LocalStore:
     def put_if_match(self, key: str, data: Payload, etag: str) -> str:
         return self._replace("put_if_match", key, data, etag)
 
+    def copy(self, key: str, new_key: str) -> None:
+        path, new_path = self._path(key), self._path(new_key)
+        with self._failures("copy", key):
+            os.makedirs(os.path.dirname(new_path), exist_ok=True)
+            # Both names share one file and its age: it must be young before it has the new one.
+            os.utime(path)
+            try:
+                os.link(path, new_path)
+            except FileExistsError:
+                raise ObjectExists(f"{new_key} in {self.uri} exists; nothing was copied") from None
+            fsync_path(os.path.dirname(new_path))
+
     def delete(self, key: str) -> None:
         path = self._path(key)
         with (
@@ -221,7 +233,7 @@ class LocalStore:
         try:
             yield
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            if op in ("get", "get_range", "head"):
+            if op in ("get", "get_range", "head", "copy"):
                 raise ObjectNotFound(f"{key} is not in {self.uri}") from None
             raise self._failure(op, key, error) from error
         except OSError as error:

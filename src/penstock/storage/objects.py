@@ -88,6 +88,13 @@ class ObjectStore(Protocol):
 
     def put_if_match(self, key: str, data: Payload, etag: str) -> str: ...
 
+    def copy(self, key: str, new_key: str) -> None:
+        """Give an object that never changes a second name, which nobody else uses.
+
+        Its bytes are not read, and only the new name's age counts from now on. Either can be
+        deleted without the other.
+        """
+
     def delete(self, key: str) -> None: ...
 
     def delete_prefix(self, prefix: str) -> None:

@@ -193,6 +193,13 @@ class RemoteStore:
         mode = {"version": etag} if self._scheme == "gs" else {"e_tag": etag}
         return self._put_conditionally("put_if_match", key, data, mode)
 
+    def copy(self, key: str, new_key: str) -> None:
+        path, new_path = self._path(key), self._path(new_key)
+        try:
+            obstore.copy(self._backend, path, new_path)
+        except Exception as error:
+            self._fail("copy", key, error)
+
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:
@@ -271,7 +278,7 @@ class RemoteStore:
         if isinstance(error, StorageError):
             raise error
         missing = isinstance(error, FileNotFoundError | exceptions.NotFoundError)
-        if missing and op in ("get", "get_range", "head"):
+        if missing and op in ("get", "get_range", "head", "copy"):
             raise ObjectNotFound(f"{key} is not in {self.uri}") from None
         if isinstance(error, exceptions.AlreadyExistsError) and op == "put_if_absent":
             raise ObjectExists(f"{key} in {self.uri} exists; nothing was written") from None
