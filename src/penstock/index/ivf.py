@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock.blas import one_thread
 from penstock.errors import InvalidInput
 from penstock.index.base import IndexSpec
 from penstock.index.growing import GrowingArray
@@ -92,6 +93,7 @@ class IvfIndex:
 
     # --- building ---
 
+    @one_thread()
     def encode(self, vectors: Floats, valid: npt.NDArray[np.bool_] | None = None) -> IvfDelta:
         """Partitions and codes of a batch, one vector a row; rows not valid get partition -1.
 
@@ -155,6 +157,7 @@ class IvfIndex:
 
     # --- reading ---
 
+    @one_thread()
     def probes(self, query: Floats, nprobes: int) -> npt.NDArray[np.int32]:
         """The `nprobes` partitions nearest the query, nearest first."""
         query = np.asarray(query, dtype=np.float32).reshape(1, -1)
@@ -184,6 +187,7 @@ class IvfIndex:
         return None if self._codes is None else self._codes.values(visible_rows)
 
 
+@one_thread()
 def exact_distances(query: Floats, vectors: Floats, metric: str) -> Floats:
     """Distances as Lance reports them: squared for `l2`, one minus the product for the others."""
     query = np.asarray(query, dtype=np.float32).reshape(-1)

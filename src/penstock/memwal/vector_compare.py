@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from penstock.blas import one_thread
 from penstock.index.ivf import IvfIndex, exact_distances
 from penstock.memwal.vector_blocks import VectorBlock, VectorColumn
 from penstock.memwal.vector_group import VectorGroup
@@ -79,6 +80,7 @@ class VectorSearch:
         return self.high < math.inf and len(distances) > 0 and bool(distances.max() >= self.high)
 
 
+@one_thread()
 def nearest(block: VectorBlock, counting: Mask, search: VectorSearch) -> tuple[Rows, Floats]:
     """Of the rows that count the nearest, as many as are wanted."""
     rows = _probed(block, counting, search)
@@ -152,6 +154,7 @@ def _exact(vectors: Floats, search: VectorSearch) -> Floats:
     return distances
 
 
+@one_thread()
 def nearest_of_group(
     group: VectorGroup, counting: Mask, search: VectorSearch
 ) -> tuple[Rows, Floats]:
