@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import RegionSealed
+from penstock.errors import Fenced, RegionSealed, StorageError
 from penstock.memwal.manifest import RegionManifest, RegionStatus, manifest_chain
 from penstock.memwal.wal import FIRST_POSITION, Wal, WalEntry
 from penstock.storage.epoch import VersionedObject
@@ -86,3 +86,22 @@ def claim_region(store: ObjectStore, identity: RegionIdentity, seams: Seams) -> 
         next_position=next_position,
         verified_ms=verified_ms,
     )
+
+
+def standing_manifest(
+    chain: VersionedObject[RegionManifest], known: RegionManifest, seams: Seams
+) -> RegionManifest:
+    """The newest manifest of a region that is ours; raises `Fenced` if it is not any more."""
+    failure: StorageError | None = None
+    for _ in seams.attempts():
+        try:
+            if chain.is_latest(known.version):
+                return known
+            latest = chain.latest()
+            if latest is None:
+                raise Fenced(f"region {known.region_id} is gone; was the table dropped?")
+            chain.check(latest, known.writer_epoch)
+            return latest
+        except StorageError as error:
+            failure = error
+    raise StorageError(f"region {known.region_id}: the claim cannot be verified: {failure}")

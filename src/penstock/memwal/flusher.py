@@ -8,7 +8,8 @@ written again: clean-up may have taken it for one that nobody will enter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from penstock import metrics
 from penstock.errors import WriterPoisoned
@@ -16,6 +17,7 @@ from penstock.memwal.claim import ClaimedRegion
 from penstock.memwal.gc_limits import Outdated, check_age
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest
 from penstock.memwal.memtable import MemTable
+from penstock.memwal.transactions import joined
 from penstock.memwal.write_items import WriterStats
 from penstock.storage.seams import Seams
 
@@ -65,6 +67,30 @@ class Flusher:
             f"({last}); its rows are safe in the WAL, open a new writer to try again"
         ) from last
 
+    def enter(
+        self, generations: Sequence[FlushedGeneration], done: Mapping[bytes, int]
+    ) -> RegionManifest:
+        """Enter generations that were written elsewhere, behind all that there are."""
+        paths = {generation.path for generation in generations}
+
+        def change(current: RegionManifest) -> RegionManifest:
+            first = current.current_generation
+            numbered = [
+                replace(generation, generation=number)
+                for number, generation in enumerate(generations, first)
+            ]
+            return current.next(
+                current_generation=first + len(numbered),
+                flushed_generations=(*current.flushed_generations, *numbered),
+                transactions=joined(current.transactions, done),
+            )
+
+        return self._chain.update(
+            self._epoch,
+            change,
+            landed=lambda m: any(g.path in paths for g in m.flushed_generations),
+        )
+
     def _publish(
         self, memtable: MemTable, flushed: FlushedGeneration, started_ms: float
     ) -> RegionManifest:
@@ -84,6 +110,7 @@ class Flusher:
                     current.wal_entry_position_last_seen, memtable.last_position
                 ),
                 flushed_generations=(*current.flushed_generations, flushed),
+                transactions=joined(current.transactions, memtable.transactions),
             )
 
         return self._chain.update(

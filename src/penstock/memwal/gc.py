@@ -16,9 +16,10 @@ not know which index a snapshot lies in.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from penstock import metrics
 from penstock.errors import CommitConflict, Corruption, Fenced
@@ -40,6 +41,9 @@ _WINDOW = 64
 """So many files are removed at a time before the next ones in order are."""
 _PLANS = 3
 
+Pieces = tuple[GcPiece, ...]
+Run = Callable[[Sequence[Pieces]], Iterable[tuple[GcLine, ...]]]
+
 
 def collect(
     table: BaseTable,
@@ -48,8 +52,13 @@ def collect(
     orphan_seconds: float = ORPHAN_SECONDS,
     fence_seconds: float = FENCE_SECONDS,
     dry_run: bool = False,
+    run: Run | None = None,
 ) -> GcReport:
-    """Remove what nobody needs any more; with `dry_run`, say what that would be."""
+    """Remove what nobody needs any more; with `dry_run`, say what that would be.
+
+    `run` is for those who have files removed elsewhere, by `run_pieces`. Each of what it is given
+    can be done by itself, but its pieces only in their order.
+    """
     limits = GcLimits(retain_seconds, orphan_seconds, fence_seconds)
     for attempt in range(_PLANS):
         plan = plan_gc(table, limits)
@@ -63,9 +72,20 @@ def collect(
             continue
         break
     removed = list(done)
-    for piece in plan.pieces:
-        removed += run_piece(table, piece)
+    for lines in (run or partial(map, partial(run_pieces, table)))(_in_order(plan.pieces)):
+        removed += lines
+        _count(lines)
     return GcReport(added(removed), plan.kept, plan.unknown)
+
+
+def _in_order(pieces: Sequence[GcPiece]) -> list[Pieces]:
+    """Pieces that belong together: those of a region, whose log goes from its beginning on."""
+    regions: dict[uuid.UUID, list[GcPiece]] = {}
+    for piece in pieces:
+        if piece.region_id is not None:
+            regions.setdefault(piece.region_id, []).append(piece)
+    base = [(piece,) for piece in pieces if piece.region_id is None]
+    return [*base, *(tuple(found) for found in regions.values())]
 
 
 # --- commit --------------------------------------------------------------------------------
@@ -103,7 +123,7 @@ def commit_gc(table: BaseTable, plan: GcPlan) -> tuple[GcPlan, tuple[GcLine, ...
         patiently(seams, store.delete, one.key)
     for version in plan.closed_gaps:
         patiently(seams, store.delete, names.gap_key(version))
-    _count(plan.versions)
+    _count(lines_of(plan.versions))
     pieces = tuple(
         replace(piece, doomed=tuple(one for one in piece.doomed if one.key not in listed))
         for piece in plan.pieces
@@ -141,6 +161,11 @@ def _unlist(table: BaseTable, region_id: uuid.UUID, paths: Sequence[str]) -> boo
 # --- run -----------------------------------------------------------------------------------
 
 
+def run_pieces(table: BaseTable, pieces: Pieces) -> tuple[GcLine, ...]:
+    """Remove the files of some pieces, one after the other."""
+    return tuple(line for piece in pieces for line in run_piece(table, piece))
+
+
 def run_piece(table: BaseTable, piece: GcPiece) -> tuple[GcLine, ...]:
     """Remove the files of a piece, except what something new names by now."""
     doomed = list(piece.doomed)
@@ -158,9 +183,9 @@ def run_piece(table: BaseTable, piece: GcPiece) -> tuple[GcLine, ...]:
             versions = [names.from_bitrev(_stem(one.key)) for one in piece.manifests]
             patiently(table.seams, chain.remove, [v for v in versions if v is not None])
         latest = patiently(table.seams, chain.latest)
-        if latest is None:
+        if latest is None and piece.was_claimed:
             raise Corruption(f"{chain.name} has lost its manifest; restore it from a copy")
-        listed = {generation.path for generation in latest.flushed_generations}
+        listed = {g.path for g in latest.flushed_generations} if latest is not None else set()
         doomed = [one for one in doomed if one.key.rpartition("/")[2] not in listed]
 
     def remove(one: Doomed) -> None:
@@ -170,16 +195,14 @@ def run_piece(table: BaseTable, piece: GcPiece) -> tuple[GcLine, ...]:
     with ThreadPoolExecutor(THREADS, "penstock-gc") as pool:
         for first in range(0, len(doomed), _WINDOW):
             list(pool.map(remove, doomed[first : first + _WINDOW]))
-    removed = [*doomed, *piece.manifests]
-    _count(removed)
-    return lines_of(removed)
+    return lines_of([*doomed, *piece.manifests])
 
 
 def _stem(key: str) -> str:
     return key.rpartition("/")[2].partition(".")[0]
 
 
-def _count(removed: Sequence[Doomed]) -> None:
-    for line in lines_of(removed):
+def _count(removed: Sequence[GcLine]) -> None:
+    for line in removed:
         metrics.gc_files.labels(line.what).inc(line.files)
         metrics.gc_bytes.labels(line.what).inc(line.size_bytes)

@@ -65,6 +65,8 @@ class GcPiece:
     manifests: tuple[Doomed, ...] = ()
     newest: int = 0
     """The last version that was asked whether it names one of the files."""
+    was_claimed: bool = True
+    """Whether the region had a manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def plan_gc(table: BaseTable, limits: GcLimits, now_ms: int | None = None) -> Gc
         parts = _parts(region.doomed, PIECE_KEYS) or ([()] if region.manifests else [])
         for number, part in enumerate(parts):
             manifests = region.manifests if number == 0 else ()
-            pieces.append(GcPiece(region.region_id, part, manifests))
+            claimed = region.was_claimed
+            pieces.append(GcPiece(region.region_id, part, manifests, was_claimed=claimed))
     unknown = sorted({*listed.unknown, *(name for region in regions for name in region.unknown)})
     return GcPlan(
         newest=versions.newest.version,

@@ -130,6 +130,8 @@ class RegionPlan:
     doomed: tuple[Doomed, ...] = ()
     kept: tuple[Doomed, ...] = ()
     unknown: tuple[str, ...] = ()
+    was_claimed: bool = True
+    """Whether it has a manifest; without one there can be nothing but rows staged for it."""
 
 
 def plan_region(
@@ -137,7 +139,11 @@ def plan_region(
 ) -> RegionPlan:
     """What of a region may go; its manifest is read here, after its files were listed."""
     manifest = _latest(table, files.region_id)
+    was_claimed = manifest is not None
     unknown = sorted(files.unknown)
+    if manifest is None and not files.entries and not files.manifests:
+        # Nobody has claimed it yet: there can be nothing but rows that were staged for it.
+        manifest = RegionManifest(files.region_id)
     if manifest is None:
         left = f"{names.region_dir(files.region_id)}/ (no manifest: restore it, or remove all)"
         return RegionPlan(files.region_id, unknown=(*unknown, left))
@@ -156,6 +162,7 @@ def plan_region(
         doomed=(*doomed, *orphans, *temporary, *entries),
         kept=(*kept, *young, *fences),
         unknown=tuple(unknown),
+        was_claimed=was_claimed,
     )
 
 

@@ -7,6 +7,7 @@ do not know are kept: a decoded manifest remembers its message, and encoding sta
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -46,6 +47,8 @@ class RegionManifest:
     region_spec_id: int = 0
     region_values: tuple[tuple[str, bytes], ...] = ()
     status: RegionStatus = RegionStatus.ACTIVE
+    transactions: Mapping[bytes, int] = field(default_factory=dict)
+    """Of each application the last number that is in a generation (`transactions`)."""
     raw: bytes = field(default=b"", compare=False, repr=False)
 
     def next(self, **changes: Any) -> RegionManifest:
@@ -79,6 +82,9 @@ class RegionManifest:
         del message.region_field_entries[:]
         for field_id, value in self.region_values:
             message.region_field_entries.add(field_id=field_id, value=value)
+        del message.transactions[:]
+        for application, number in self.transactions.items():
+            message.transactions.add(application=application, number=number)
         encoded: bytes = message.SerializeToString(deterministic=True)
         return encoded
 
@@ -130,6 +136,7 @@ class RegionManifest:
             region_spec_id=message.region_spec_id,
             region_values=tuple((e.field_id, e.value) for e in message.region_field_entries),
             status=RegionStatus(message.status),
+            transactions={e.application: e.number for e in message.transactions},
             raw=raw,
         )
 

@@ -63,6 +63,8 @@ class MemTable:
         self._starts: list[int] = []
         self._small_from = 0
         self._newest: dict[Any, int] = {}
+        self.transactions: dict[bytes, int] = {}
+        """Of each application the number of its last write among these rows."""
         self.fully_indexed = True
         """Whether the live indexes have every row there is."""
         self._lock = threading.Lock()

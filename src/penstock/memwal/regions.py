@@ -12,13 +12,16 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import pyarrow as pa
+
 from penstock.errors import InvalidInput
 from penstock.memwal import names
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.claim import RegionIdentity
 from penstock.memwal.manifest import RegionManifest, RegionStatus, manifest_chain
 from penstock.memwal.region_spec import RegionSpec, arrow_type
-from penstock.memwal.transforms import encode_value, region_id
+from penstock.memwal.shape import TableShape
+from penstock.memwal.transforms import encode_value, group, region_id
 from penstock.storage.objects import ObjectStore
 from penstock.storage.seams import Seams
 
@@ -109,6 +112,17 @@ class RegionRouter:
             raw = encode_value(value, kind)
             encoded.append(None if raw is None else (field.field_id, raw))
         return encoded
+
+    def route(
+        self, rows: pa.RecordBatch, shape: TableShape
+    ) -> list[tuple[RegionIdentity, pa.RecordBatch]]:
+        """Rows in WAL shape, by the region that they belong to."""
+        if self.unsharded:
+            return [(self.identity((0,)), rows)]
+        return [
+            (self.identity(values), rows if places is None else rows.take(pa.array(places)))
+            for values, places in group(self.spec, rows, shape.columns_by_id)
+        ]
 
     def identity(self, values: tuple[object, ...]) -> RegionIdentity:
         """The region that rows with these values belong to."""

@@ -19,13 +19,14 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -40,42 +41,31 @@ from penstock.errors import (
     WriterClosed,
     WriterPoisoned,
 )
-from penstock.memwal import transforms
 from penstock.memwal.base_table import BaseTable
-from penstock.memwal.claim import ClaimedRegion, RegionIdentity, claim_region
+from penstock.memwal.claim import RegionIdentity, claim_region
 from penstock.memwal.column_watch import ColumnWatch
-from penstock.memwal.commit_queue import CommitQueue, QueueItem
+from penstock.memwal.commit_queue import CommitQueue
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.flush import flush_memtable
 from penstock.memwal.ingest import keys_to_arrays
+from penstock.memwal.landing import has_landed
 from penstock.memwal.live_indexes import LiveIndexes
-from penstock.memwal.manifest import RegionManifest, RegionStatus, manifest_chain
+from penstock.memwal.manifest import RegionManifest, RegionStatus
 from penstock.memwal.regions import RegionRouter, load_manifests
-from penstock.memwal.table_versions import read_details
+from penstock.memwal.sealing import check_spec, seal
+from penstock.memwal.staged import StagedRows
+from penstock.memwal.transactions import Transaction, joined
 from penstock.memwal.wal import Wal
-from penstock.memwal.write_items import WriterStats
+from penstock.memwal.write_items import SmallUpsert, WriterStats, take_small
 from penstock.memwal.writer import RegionWriter
 
+E = TypeVar("E", bound=Exception)
 _FLUSH_THREADS = 2
 _WRITE_THREADS = 8
 _ENCODE_THREADS = 2
 _RECLAIM_ATTEMPTS = 64
 _SMALL_ROWS = 64
-_MAX_JOINED = 256
 _ROUTE_ATTEMPTS = 3
-
-
-class _SmallUpsert(QueueItem):
-    __slots__ = ("batch", "rows")
-
-    def __init__(self, batch: pa.RecordBatch) -> None:
-        super().__init__()
-        self.batch = batch
-        self.rows = int(batch.num_rows)
-
-
-def _take_all(waiting: deque[_SmallUpsert]) -> list[_SmallUpsert]:
-    return [waiting.popleft() for _ in range(min(len(waiting), _MAX_JOINED))]
 
 
 class TableWriter:
@@ -102,8 +92,8 @@ class TableWriter:
         self._calls = 0
         self._closed = False
         self._released = False
-        self._small: CommitQueue[_SmallUpsert] = CommitQueue(
-            _take_all, self._upsert_together, base.seams.clock
+        self._small: CommitQueue[SmallUpsert] = CommitQueue(
+            take_small, self._upsert_together, base.seams.clock
         )
         self._flush_pool = ThreadPoolExecutor(_FLUSH_THREADS, "penstock-flush")
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, "penstock-encode")
@@ -134,9 +124,13 @@ class TableWriter:
                 f"{self._base.uri} has no region spec; write to a region by id: writer(region=…)"
             )
         known = load_manifests(self._base.store, self._base.seams)
-        for manifest in known:
-            if 0 < manifest.region_spec_id < spec.spec_id:
-                self._retire(manifest)
+        older = [m for m in known if 0 < m.region_spec_id < spec.spec_id]
+        for manifest in older:
+            self._retire(manifest)
+        if older:
+            known = load_manifests(self._base.store, self._base.seams)
+        done = [m.transactions for m in known if m.region_spec_id < spec.spec_id]
+        self._older_transactions = joined(*done)
         self._router = RegionRouter(self._base, spec, known)
 
     # --- writing ---------------------------------------------------------------------------
@@ -146,7 +140,7 @@ class TableWriter:
         data = self._columns.checked(data)
         batch = data if isinstance(data, pa.RecordBatch) else self._columns.conform(data)
         if 0 < batch.num_rows <= _SMALL_ROWS:
-            item = _SmallUpsert(batch)
+            item = SmallUpsert(batch)
             self._small.run(item)
             return item.rows
         return self._upsert(batch)
@@ -154,7 +148,7 @@ class TableWriter:
     def _upsert(self, batch: pa.RecordBatch) -> int:
         return self._write(self.shape.wal_rows(self._columns.conform(batch)))
 
-    def _upsert_together(self, group: list[_SmallUpsert]) -> None:
+    def _upsert_together(self, group: list[SmallUpsert]) -> None:
         """Write small upserts as one, or each on its own if together they are not valid."""
         first = group[0].batch
         if len(group) > 1 and all(item.batch.schema.equals(first.schema) for item in group[1:]):
@@ -181,14 +175,41 @@ class TableWriter:
         arrays = keys_to_arrays(keys, self.shape)
         return self._write(self.shape.tombstones(arrays))
 
-    def _write(self, rows: pa.RecordBatch) -> int:
+    def write_once(self, rows: pa.RecordBatch, transaction: Transaction) -> int:
+        """Write rows in WAL shape, to those regions that the transaction has not written to."""
+        self._check_place(transaction)
+        return self._write(rows, transaction)
+
+    def enter_once(self, parts: Sequence[StagedRows], transaction: Transaction | None) -> None:
+        """Enter generations that were written elsewhere; each region's at once, or not at all."""
+        if transaction is not None:
+            self._check_place(transaction)
+
+        def enter(part: StagedRows) -> None:
+            generations = part.generations
+            self._in_region(
+                part.identity, lambda writer: writer.enter(generations, transaction), transaction
+            )
+
+        with self._call():
+            self._in_parallel([partial(enter, part) for part in parts])
+
+    def _check_place(self, transaction: Transaction) -> None:
+        if not self.shape.key_columns and transaction.is_in(self._older_transactions):
+            raise AmbiguousWrite(
+                f"{self._base.uri} was divided anew since transaction {transaction.number} was "
+                "begun, and has no key: rows that are there already would be written twice. Look "
+                "which are, and go on with the next number"
+            )
+
+    def _write(self, rows: pa.RecordBatch, transaction: Transaction | None = None) -> int:
         with self._call():
             if not rows.num_rows:
                 return 0
             waiting = rows
             for attempt in range(_ROUTE_ATTEMPTS):
                 router = self._router
-                sealed = self._write_parts(self._route(router, waiting))
+                sealed = self._write_parts(self._route(router, waiting), transaction)
                 if not sealed:
                     break
                 if attempt + 1 == _ROUTE_ATTEMPTS:
@@ -219,13 +240,7 @@ class TableWriter:
         if router is None:
             assert self._region_id is not None
             return [(RegionIdentity(self._region_id, self._manual_spec_id()), rows)]
-        if router.unsharded:
-            return [(router.identity((0,)), rows)]
-        groups = transforms.group(router.spec, rows, self.shape.columns_by_id)
-        return [
-            (router.identity(values), rows if indices is None else rows.take(pa.array(indices)))
-            for values, indices in groups
-        ]
+        return router.route(rows, self.shape)
 
     def _manual_spec_id(self) -> int:
         """Lance gives the regions it creates the id of the table's spec."""
@@ -233,12 +248,14 @@ class TableWriter:
         return spec.spec_id if spec is not None else 0
 
     def _write_parts(
-        self, parts: Sequence[tuple[RegionIdentity, pa.RecordBatch]]
+        self,
+        parts: Sequence[tuple[RegionIdentity, pa.RecordBatch]],
+        transaction: Transaction | None,
     ) -> list[tuple[RegionSealed, pa.RecordBatch]]:
         """Write each part to its region; returns those whose region takes no more rows."""
         if len(parts) == 1:
             try:
-                self._write_region(*parts[0])
+                self._write_region(*parts[0], transaction)
             except RegionSealed as error:
                 return [(error, parts[0][1])]
             return []
@@ -251,31 +268,54 @@ class TableWriter:
                     f"are more than max_batch_bytes = {self.config.max_batch_bytes}; "
                     "send fewer rows at once"
                 )
+        refused = self._in_parallel(
+            [partial(self._write_region, *part, transaction) for part in parts],
+            but_for=RegionSealed,
+        )
+        return [(error, parts[number][1]) for number, error in refused.items()]
+
+    def _in_parallel(
+        self, works: Sequence[Callable[[], None]], but_for: type[E] | tuple[()] = ()
+    ) -> dict[int, E]:
+        """Do all of them; returns errors of the kind excepted, by number, and raises others."""
         with self._lock:
             if self._write_pool is None:
                 self._write_pool = ThreadPoolExecutor(_WRITE_THREADS, "penstock-write")
             pool = self._write_pool
-        futures = [pool.submit(self._write_region, *part) for part in parts]
-        outcomes = [future.exception() for future in futures]
-        sealed = [
-            (error, rows)
-            for error, (_, rows) in zip(outcomes, parts, strict=True)
-            if isinstance(error, RegionSealed)
-        ]
-        errors = [e for e in outcomes if e is not None and not isinstance(e, RegionSealed)]
+        outcomes = [future.exception() for future in [pool.submit(work) for work in works]]
+        excepted = {n: error for n, error in enumerate(outcomes) if isinstance(error, but_for)}
+        errors = [e for e in outcomes if e is not None and not isinstance(e, but_for)]
         if errors:
             done = outcomes.count(None)
-            errors[0].add_note(f"the rows of {done} of {len(parts)} regions were acknowledged")
+            errors[0].add_note(f"the rows of {done} of {len(works)} regions were acknowledged")
             raise errors[0]
-        return sealed
+        return excepted
 
-    def _write_region(self, identity: RegionIdentity, rows: pa.RecordBatch) -> None:
+    def _write_region(
+        self, identity: RegionIdentity, rows: pa.RecordBatch, transaction: Transaction | None
+    ) -> None:
+        def write(writer: RegionWriter) -> object:
+            shaped = rows if writer.shape is self.shape else writer.shape.align(rows)
+            return writer.write(shaped, transaction)
+
+        self._in_region(identity, write, transaction)
+
+    def _in_region(
+        self,
+        identity: RegionIdentity,
+        work: Callable[[RegionWriter], object],
+        transaction: Transaction | None,
+    ) -> None:
+        """Do something as the owner of a region, and again if another one takes it meanwhile.
+
+        A transaction is known to the region if it has landed, so that nothing is done then.
+        """
         last: PenstockError | None = None
         for attempt in range(_RECLAIM_ATTEMPTS):
             writer: RegionWriter | None = None
             try:
                 writer = self._region(identity)
-                writer.write(rows if writer.shape is self.shape else writer.shape.align(rows))
+                work(writer)
                 return
             except (Fenced, ClaimContention) as error:
                 # Of a writer that wrote, or of a claim that lost against another.
@@ -284,8 +324,8 @@ class TableWriter:
                 last = error
                 if writer is not None:
                     self._forget(writer)
-                    entry = error.entry if isinstance(error, Fenced) else None
-                    if entry is not None and self._landed(identity, *entry):
+                    entry = error.entry if isinstance(error, Fenced) and not transaction else None
+                    if entry is not None and has_landed(self._base, identity, *entry):
                         return
                 self._pause(attempt)
             except WriterPoisoned:
@@ -305,24 +345,6 @@ class TableWriter:
     def _pause(self, attempt: int) -> None:
         pause_ms = self._base.seams.entropy.uniform(0, min(20.0 * (attempt + 1), 500.0))
         self._base.seams.clock.sleep_ms(pause_ms)
-
-    def _landed(self, identity: RegionIdentity, position: int, write_id: bytes) -> bool:
-        """Whether the entry of a fenced write is in the log that its successor replayed."""
-        store, seams = self._base.store, self._base.seams
-        manifest = manifest_chain(store, identity.region_id, seams).latest()
-        entry = Wal(store, identity.region_id, seams).read(position)
-        covered = manifest.replay_after_wal_entry_position if manifest is not None else 0
-        if entry is not None and entry.write_id != write_id:
-            return False
-        if position > covered:
-            return entry is not None
-        if self.shape.key_columns:
-            return False  # with a key, rows that are written twice are still there once
-        raise AmbiguousWrite(
-            f"region {identity.region_id}: WAL entry {position} was fenced and cleaned up before "
-            "its fate could be seen; the table has no key, so look whether the rows are there "
-            "before you send them again"
-        )
 
     # --- life ------------------------------------------------------------------------------
 
@@ -496,7 +518,7 @@ class TableWriter:
         base = self._base
         region = claim_region(base.store, identity, base.seams)
         if self._region_id is None and not retiring:
-            self._check_spec(region)
+            check_spec(base, region)
         shape, target = self._columns.for_region(self._target)
         return RegionWriter(
             region,
@@ -508,20 +530,6 @@ class TableWriter:
             encode_pool=self._encode_pool,
             seams=base.seams,
         )
-
-    def _check_spec(self, region: ClaimedRegion) -> None:
-        """A region of a spec that was replaced must never take rows again.
-
-        Whoever changes the spec commits it first and lists regions afterwards. Either the listing
-        saw our region and retires it, or our look at the spec, which comes after the claim, sees
-        the new one. Also when the region was there: whoever made it may not have come to look.
-        """
-        found = read_details(self._base.store, self._base.dataset().version)
-        spec = found[0].current_spec if found else None
-        if spec is not None and spec.spec_id > region.manifest.region_spec_id:
-            if region.created:
-                self._seal(region.region_id, region.manifest.writer_epoch)
-            raise RegionSealed(f"region {region.region_id} belongs to a spec that was replaced")
 
     def _retire(self, manifest: RegionManifest) -> None:
         """Flush and seal a region of an older spec, so that newer regions outrank it."""
@@ -536,7 +544,7 @@ class TableWriter:
             try:
                 writer = held or self._open(identity, retiring=True)
                 writer.close(flush=True)
-                self._seal(manifest.region_id, writer.epoch)
+                seal(self._base, manifest.region_id, writer.epoch)
                 self._drop(writer)
                 return
             except RegionSealed:
@@ -552,14 +560,6 @@ class TableWriter:
                 self._pause(attempt)
         assert last is not None
         raise last
-
-    def _seal(self, region_id: uuid.UUID, epoch: int) -> None:
-        chain = manifest_chain(self._base.store, region_id, self._base.seams)
-        chain.update(
-            epoch,
-            lambda current: current.next(status=RegionStatus.SEALED),
-            landed=lambda current: current.status is RegionStatus.SEALED,
-        )
 
     def _drop(self, writer: RegionWriter) -> None:
         with self._lock:

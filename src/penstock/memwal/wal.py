@@ -7,7 +7,8 @@ stream readers never reach:
                          "PSTKWAL1", which says that a trailer must follow
     IPC batch messages   rows in the order of their acknowledgement
     IPC end of stream    8 bytes
-    trailer              "PSTKWAL1", 16-byte write id, CRC-32C of all before it (u32 LE), 4 zeros
+    trailer              "PSTKWAL1", 16-byte write id, CRC-32C of all before it (u32 LE), 4 zeros;
+                         "PSTKTXN1" if the write id names a transaction
 
 Entries count from 1. Entry n+1 is written only when entry n is durable, so the log has no holes
 beyond what clean-up removed at its start, and its end can be found by galloping. The write id
@@ -33,6 +34,7 @@ import pyarrow as pa
 from penstock import metrics
 from penstock.errors import Corruption, Fenced, ObjectExists, ObjectNotFound, StorageError
 from penstock.memwal import names
+from penstock.memwal.transactions import Transaction
 from penstock.storage.objects import Buffer, ObjectStore
 from penstock.storage.seams import Seams
 
@@ -41,6 +43,7 @@ TOMBSTONE = "_tombstone"
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _MAGIC = b"PSTKWAL1"
+_TRANSACTION_MAGIC = b"PSTKTXN1"
 _TRAILER_BYTES = 32
 _CONTINUATION = b"\xff\xff\xff\xff"
 _FENCE_MOVES = 10_000
@@ -64,6 +67,7 @@ class WalEntry:
     write_id: bytes | None
     batches: tuple[pa.RecordBatch, ...]
     size_bytes: int
+    transaction: Transaction | None = None
 
 
 def schema_message(schema: pa.Schema, epoch: int, generation: int) -> pa.Buffer:
@@ -87,12 +91,15 @@ def _is_marked(entry: memoryview) -> bool:
     return bytes(entry[end - len(_MAGIC) : end]) == _MAGIC
 
 
-def encode_entry(head: Buffer, bodies: Sequence[Buffer], write_id: bytes) -> list[Buffer]:
+def encode_entry(
+    head: Buffer, bodies: Sequence[Buffer], write_id: bytes, *, in_transaction: bool = False
+) -> list[Buffer]:
     """The parts of an entry, ready to be written one after the other."""
     crc = crc32c.crc32c(head)
     for body in bodies:
         crc = crc32c.crc32c(body, crc)
-    tail = _END_OF_STREAM + _MAGIC + write_id
+    magic = _TRANSACTION_MAGIC if in_transaction else _MAGIC
+    tail = _END_OF_STREAM + magic + write_id
     crc = crc32c.crc32c(tail, crc)
     return [head, *bodies, tail + struct.pack("<II", crc, 0)]
 
@@ -111,8 +118,11 @@ def decode_entry(data: memoryview | bytes, position: int, key: str) -> WalEntry:
     view = memoryview(data)
     write_id = None
     trailer = view[-_TRAILER_BYTES:]
-    if len(view) > _TRAILER_BYTES and bytes(trailer[:8]) == _MAGIC:
+    transaction = None
+    if len(view) > _TRAILER_BYTES and bytes(trailer[:8]) in (_MAGIC, _TRANSACTION_MAGIC):
         write_id = bytes(trailer[8:24])
+        if bytes(trailer[:8]) == _TRANSACTION_MAGIC:
+            transaction = Transaction.of_write_id(write_id)
         stored, padding = struct.unpack("<II", trailer[24:32])
         actual = crc32c.crc32c(view[:-8])
         if stored != actual or padding:
@@ -140,6 +150,7 @@ def decode_entry(data: memoryview | bytes, position: int, key: str) -> WalEntry:
         write_id=write_id,
         batches=batches,
         size_bytes=len(view),
+        transaction=transaction,
     )
 
 
@@ -176,7 +187,7 @@ class Wal:
                 except StorageError as error:
                     failure = error
                     continue
-                if found is not None and found.write_id == write_id:
+                if found is not None and (found.write_id, found.writer_epoch) == (write_id, epoch):
                     return
                 self._refuse(position, key, found, epoch)
             except StorageError as error:

@@ -50,7 +50,10 @@ _MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
         (11, "region_id", "UUID"),
         (14, "region_field_entries", "*RegionFieldEntry"),
         (15, "status", "uint32"),
+        # Ours alone: Lance reads past it, and forgets it when it writes the next manifest.
+        (7001, "transactions", "*RegionTransaction"),
     ),
+    "RegionTransaction": ((1, "application", "bytes"), (2, "number", "uint64")),
     "MergedGeneration": ((1, "region_id", "UUID"), (2, "generation", "uint64")),
     "IndexCatchupProgress": (
         (1, "index_name", "string"),

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import uuid
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 import pyarrow as pa
 
+from penstock.errors import Fenced, PenstockError, WriterClosed, WriterPoisoned
 from penstock.memwal.commit_queue import QueueItem
-from penstock.memwal.manifest import RegionManifest
+from penstock.memwal.manifest import FlushedGeneration, RegionManifest
 from penstock.memwal.memtable import MemTable, PreparedRows
+from penstock.memwal.transactions import Transaction
+from penstock.storage.seams import Seams
+
+_MAX_JOINED = 256
 
 
 class Kind(Enum):
     ROWS = "rows"
     FREEZE = "freeze"
     BARRIER = "barrier"
+    ENTER = "enter"
 
 
 class WriteItem(QueueItem):
-    """Rows, a freeze, or a barrier that only waits for what came before it."""
+    """Rows, a freeze, generations to enter, or a barrier that waits for what came before it."""
 
-    __slots__ = ("kind", "last", "logged", "memtable", "size_bytes")
+    __slots__ = (
+        "generations",
+        "kind",
+        "last",
+        "logged",
+        "memtable",
+        "repeated",
+        "size_bytes",
+        "transaction",
+    )
 
     def __init__(self, kind: Kind, *, last: bool = False) -> None:
         super().__init__()
@@ -32,6 +50,46 @@ class WriteItem(QueueItem):
         self.logged: LoggedRows | None = None
         self.memtable: MemTable | None = None
         """Set when the rows are in it already, or when it is the one being frozen."""
+        self.generations: tuple[FlushedGeneration, ...] = ()
+        self.transaction: Transaction | None = None
+        self.repeated = False
+        """Whether the transaction was written before, so that nothing was done."""
+
+
+def after_failure(failure: PenstockError, region_id: uuid.UUID) -> PenstockError:
+    """What every call is told after the one that stopped the writer."""
+    if isinstance(failure, Fenced | WriterClosed):
+        return type(failure)(str(failure))
+    error = WriterPoisoned(
+        f"the writer of region {region_id} stopped after a failure: {failure}; open a new writer, "
+        "it recovers from the WAL"
+    )
+    error.__cause__ = failure
+    return error
+
+
+def write_ids(seams: Seams) -> Iterator[bytes]:
+    """Ids that no other writer gives to an entry."""
+    prefix = seams.entropy.token_bytes(8)
+    number = 0
+    while True:
+        number += 1
+        yield prefix + number.to_bytes(8, "big")
+
+
+class SmallUpsert(QueueItem):
+    """A call with few rows, which is written together with others."""
+
+    __slots__ = ("batch", "rows")
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        super().__init__()
+        self.batch = batch
+        self.rows = int(batch.num_rows)
+
+
+def take_small(waiting: deque[SmallUpsert]) -> list[SmallUpsert]:
+    return [waiting.popleft() for _ in range(min(len(waiting), _MAX_JOINED))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ import threading
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 import pyarrow as pa
@@ -35,12 +35,11 @@ from penstock.errors import (
     Fenced,
     InvalidInput,
     PenstockError,
-    StorageError,
     WriterClosed,
     WriterPoisoned,
 )
 from penstock.memwal import wal as wal_format
-from penstock.memwal.claim import ClaimedRegion
+from penstock.memwal.claim import ClaimedRegion, standing_manifest
 from penstock.memwal.commit_queue import CommitQueue
 from penstock.memwal.config import WriterConfig
 from penstock.memwal.flusher import Flusher
@@ -48,12 +47,15 @@ from penstock.memwal.live_indexes import LiveIndexes
 from penstock.memwal.manifest import FlushedGeneration, RegionManifest
 from penstock.memwal.memtable import MemTable, prepare_rows
 from penstock.memwal.shape import TableShape
+from penstock.memwal.transactions import Transaction, joined
 from penstock.memwal.write_items import (
     Kind,
     LoggedRows,
     RegionSnapshot,
     WriteItem,
     WriterStats,
+    after_failure,
+    write_ids,
 )
 from penstock.storage.seams import Seams
 
@@ -92,7 +94,7 @@ class RegionWriter:
         self._flusher = Flusher(region, flush, self.stats, seams)
         self._executor = executor
         self._encode_pool = encode_pool
-        self._write_ids = _write_ids(seams)
+        self._write_ids = write_ids(seams)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._flushing = threading.Lock()
@@ -106,6 +108,7 @@ class RegionWriter:
         self._failure: PenstockError | None = None
         self._closed = False
         self._released = False
+        self._transactions: Mapping[bytes, int] = self._manifest.transactions
         self._active = self._new_memtable(self._manifest.current_generation, indexes)
         self._head = (self._active, self._schema_message(self._active))
         _alive.add(self)
@@ -113,9 +116,10 @@ class RegionWriter:
 
     # --- writing ---------------------------------------------------------------------------
 
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Write rows in WAL shape; returns when they are as safe as the configuration says."""
+    def write(self, batch: pa.RecordBatch, transaction: Transaction | None = None) -> bool:
+        """Write rows in WAL shape, as safely as configured; False if the transaction was there."""
         item = WriteItem(Kind.ROWS)
+        item.transaction = transaction
         body = batch.serialize(memory_pool=_BODY_POOL)
         item.size_bytes = body.size
         if item.size_bytes > self.config.max_batch_bytes:
@@ -136,13 +140,30 @@ class RegionWriter:
         )
         item.logged = LoggedRows(body, rows)
         if not self.config.durable:
+            if transaction is not None:
+                raise InvalidInput("a transaction needs a durable writer; open one")
             self._buffer(item)
-            return
+            return True
         with self._changed:
             self._check_usable()
             self._await_room(item.size_bytes)
             self._queued_bytes += item.size_bytes
         self._queue.run(item)
+        return not item.repeated
+
+    def enter(
+        self, generations: Sequence[FlushedGeneration], transaction: Transaction | None = None
+    ) -> bool:
+        """Enter generations that were written elsewhere, as newer than all rows there are.
+
+        All of them are there or none is. False if the transaction was written before.
+        """
+        item = WriteItem(Kind.ENTER)
+        item.generations, item.transaction = tuple(generations), transaction
+        with self._changed:
+            self._check_usable()
+        self._queue.run(item)
+        return not item.repeated
 
     def freeze(self) -> None:
         """Close the active MemTable, and start its flush in the background."""
@@ -198,25 +219,15 @@ class RegionWriter:
     def verify(self) -> None:
         """Ask the store whether the claim still stands; raises `Fenced` if it does not."""
         started_ms = self._clock.monotonic_ms()
-        failure: StorageError | None = None
-        for _ in self._seams.attempts():
-            try:
-                if not self._chain.is_latest(self._manifest.version):
-                    latest = self._chain.latest()
-                    if latest is None:
-                        raise Fenced(f"region {self.region_id} is gone; was the table dropped?")
-                    self._chain.check(latest, self.epoch)
-                    with self._lock:
-                        if latest.version > self._manifest.version:
-                            self._manifest = latest
-                self._verified_ms = started_ms
-                return
-            except Fenced as error:
-                self._fail(error)
-                raise
-            except StorageError as error:
-                failure = error
-        raise StorageError(f"region {self.region_id}: the claim cannot be verified: {failure}")
+        try:
+            latest = standing_manifest(self._chain, self._manifest, self._seams)
+        except Fenced as error:
+            self._fail(error)
+            raise
+        with self._lock:
+            if latest.version > self._manifest.version:
+                self._manifest = latest
+        self._verified_ms = started_ms
 
     @property
     def failure(self) -> PenstockError | None:
@@ -251,13 +262,16 @@ class RegionWriter:
                 break
             taken_bytes += item.size_bytes
             full = taken_bytes > self.config.max_batch_bytes
-            if group and (full or item.memtable is not group[0].memtable):
+            if group and (full or item.memtable is not group[0].memtable or item.transaction):
                 break
             group.append(waiting.popleft())
+            if item.transaction:
+                break  # it is the entry's name
         return group
 
     def _write_group(self, group: list[WriteItem]) -> None:
-        write_id = next(self._write_ids)
+        transaction = group[0].transaction
+        write_id = transaction.write_id if transaction else next(self._write_ids)
         position = self._next_position
         try:
             if self._failure is not None:
@@ -266,6 +280,8 @@ class RegionWriter:
                 self._write_entry(group, position, write_id)
             elif group[0].kind is Kind.FREEZE:
                 self._freeze_reached(group[0])
+            elif group[0].kind is Kind.ENTER:
+                self._enter_reached(group[0])
             if group[0].last:
                 # A write that raced the close is refused, not written behind its back.
                 self._queue.fail(self._closed_error)
@@ -287,11 +303,20 @@ class RegionWriter:
 
     def _write_entry(self, group: list[WriteItem], position: int, write_id: bytes) -> None:
         target = group[0].memtable or self._active
+        transaction = group[0].transaction
+        if transaction is not None and transaction.is_in(self._transactions):
+            group[0].repeated = True
+            with self._changed:
+                self._queued_bytes -= group[0].size_bytes
+                self._changed.notify_all()
+            return
         owner, head = self._head
         if owner is not target:
             head = self._schema_message(target)
         forms = [item.logged for item in group if item.logged is not None]
-        parts = wal_format.encode_entry(head, [form.body for form in forms], write_id)
+        bodies = [form.body for form in forms]
+        named = transaction is not None
+        parts = wal_format.encode_entry(head, bodies, write_id, in_transaction=named)
         self._wal.append(position, parts, write_id, self.epoch)
         now_ms = self._clock.monotonic_ms()
         if now_ms - self._verified_ms > self.config.fence_window_ms:
@@ -306,6 +331,7 @@ class RegionWriter:
             if group[0].memtable is None:
                 target.append(form.rows)
         target.last_position = position
+        self._note(transaction, target)
         with self._changed:
             self._queued_bytes -= sum(item.size_bytes for item in group)
             self.stats.writes += len(group)
@@ -319,6 +345,11 @@ class RegionWriter:
         metrics.wal_entries.inc()
         metrics.wal_bytes.inc(logged_bytes)
         metrics.rows_written.inc(rows)
+
+    def _note(self, transaction: Transaction | None, memtable: MemTable) -> None:
+        if transaction is not None:
+            self._transactions = joined(self._transactions, transaction.done)
+            memtable.transactions = joined(memtable.transactions, transaction.done)
 
     # --- writes that are not durable -------------------------------------------------------
 
@@ -404,6 +435,24 @@ class RegionWriter:
                 self._rotate()
             self._start_flush()
 
+    def _enter_reached(self, item: WriteItem) -> None:
+        """The leader has come to generations of others: what is older is flushed before them."""
+        if item.transaction is not None and item.transaction.is_in(self._transactions):
+            item.repeated = True
+            return
+        self._freeze_reached(WriteItem(Kind.FREEZE))
+        self._await_flushes()
+        if self._failure is not None:
+            raise self._failure_error()
+        self._note(item.transaction, self._active)
+        manifest = self._flusher.enter(item.generations, self._active.transactions)
+        with self._changed:
+            if manifest.version > self._manifest.version:
+                self._manifest = manifest
+            number = manifest.current_generation
+            self._active = self._new_memtable(number, self._active.indexes.successor())
+            self._head = (self._active, self._schema_message(self._active))
+
     def _rotate(self, *, sealed: bool = True) -> None:
         self._active.sealed = sealed
         self._frozen.append(self._active)
@@ -476,6 +525,7 @@ class RegionWriter:
                     self._active.append(rows)
                     self.stats.replayed_rows += batch.num_rows
             self._active.last_position = entry.position
+            self._note(entry.transaction, self._active)
         # Only now: a generation must not be flushed while an entry behind it bears its number or a
         # lower one, because whoever recovers after us would take that entry for flushed.
         with self._changed:
@@ -486,19 +536,18 @@ class RegionWriter:
     def _await_room(self, more_bytes: int) -> None:
         """Wait, with the lock held, until unflushed rows leave room for more."""
         limit_bytes = self.config.max_unflushed_bytes
-        if (
-            self.unflushed_bytes + more_bytes <= limit_bytes
-            and len(self._queue) < _MAX_QUEUED_WRITES
-        ):
+
+        def is_room() -> bool:
+            fits = self.unflushed_bytes + more_bytes <= limit_bytes
+            return fits and len(self._queue) < _MAX_QUEUED_WRITES
+
+        if is_room():
             return
         self.stats.back_pressure_waits += 1
         metrics.back_pressure_waits.inc()
         self._start_drain()
         deadline_ms = self._clock.monotonic_ms() + self.config.back_pressure_timeout_ms
-        while (
-            self.unflushed_bytes + more_bytes > limit_bytes
-            or len(self._queue) >= _MAX_QUEUED_WRITES
-        ):
+        while not is_room():
             left_ms = deadline_ms - self._clock.monotonic_ms()
             if left_ms <= 0:
                 raise BackPressure(
@@ -520,16 +569,8 @@ class RegionWriter:
 
     def _failure_error(self) -> PenstockError:
         """What every call from now on is told."""
-        failure = self._failure
-        assert failure is not None
-        if isinstance(failure, Fenced | WriterClosed):
-            return type(failure)(str(failure))
-        error = WriterPoisoned(
-            f"the writer of region {self.region_id} stopped after a failure: {failure}; "
-            "open a new writer, it recovers from the WAL"
-        )
-        error.__cause__ = failure
-        return error
+        assert self._failure is not None
+        return after_failure(self._failure, self.region_id)
 
     def _fail(self, error: PenstockError) -> None:
         """Stop for good: everything that waits fails, and everything that comes."""
@@ -546,14 +587,6 @@ class RegionWriter:
             self._frozen = []
             self._active = self._successor()
             self._changed.notify_all()
-
-
-def _write_ids(seams: Seams) -> Iterator[bytes]:
-    prefix = seams.entropy.token_bytes(8)
-    number = 0
-    while True:
-        number += 1
-        yield prefix + number.to_bytes(8, "big")
 
 
 _alive: weakref.WeakSet[RegionWriter] = weakref.WeakSet()
