@@ -175,15 +175,14 @@ class TableWriter:
         arrays = keys_to_arrays(keys, self.shape)
         return self._write(self.shape.tombstones(arrays))
 
-    def write_once(self, rows: pa.RecordBatch, transaction: Transaction) -> int:
+    def write_once(self, rows: pa.RecordBatch, transaction: Transaction | None) -> int:
         """Write rows in WAL shape, to those regions that the transaction has not written to."""
         self._check_place(transaction)
         return self._write(rows, transaction)
 
     def enter_once(self, parts: Sequence[StagedRows], transaction: Transaction | None) -> None:
         """Enter generations that were written elsewhere; each region's at once, or not at all."""
-        if transaction is not None:
-            self._check_place(transaction)
+        self._check_place(transaction)
 
         def enter(part: StagedRows) -> None:
             generations = part.generations
@@ -194,8 +193,9 @@ class TableWriter:
         with self._call():
             self._in_parallel([partial(enter, part) for part in parts])
 
-    def _check_place(self, transaction: Transaction) -> None:
-        if not self.shape.key_columns and transaction.is_in(self._older_transactions):
+    def _check_place(self, transaction: Transaction | None) -> None:
+        keyed = self.shape.key_columns
+        if transaction and not keyed and transaction.is_in(self._older_transactions):
             raise AmbiguousWrite(
                 f"{self._base.uri} was divided anew since transaction {transaction.number} was "
                 "begun, and has no key: rows that are there already would be written twice. Look "

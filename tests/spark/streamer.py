@@ -1,0 +1,55 @@
+"""A driver of two streams, to be killed at any moment: one upserts and deletes, one only appends.
+
+Run as a process of its own: `streamer.py DIR`, with the changes in `DIR/changes` as parquet files.
+Tasks fail at random, at their first attempt. Ends when all changes are in both tables.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql import DataFrame, SparkSession
+from tests.spark.conftest import quick_conf
+
+from penstock.spark import local_session
+
+CHANGES = "id long, value string, _op string"
+FILES_PER_BATCH = 2
+FAILING = 0.1
+
+
+def sometimes_failing(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    context = TaskContext.get()
+    fails = context is not None and context.attemptNumber() == 0 and random.random() < FAILING
+    for batch in batches:
+        yield batch
+        if fails:
+            raise RuntimeError("a task that fails by chance")
+
+
+def changes(spark: SparkSession, directory: Path) -> DataFrame:
+    source = spark.readStream.schema(CHANGES).option("maxFilesPerTrigger", FILES_PER_BATCH)
+    return source.parquet(str(directory / "changes")).mapInArrow(sometimes_failing, CHANGES)
+
+
+def main(directory: Path) -> None:
+    spark = local_session("streamer", master="local[2,8]", memory="512m", conf=quick_conf())
+    frame = changes(spark, directory)
+    queries = []
+    for name, rows in (("keyed", frame), ("log", frame.drop("_op"))):
+        writer = rows.writeStream.format("penstock").queryName(name)
+        writer = writer.option("checkpointLocation", str(directory / "checkpoints" / name))
+        table = str(directory / "lake" / f"{name}.lance")
+        queries.append(writer.trigger(availableNow=True).start(table))
+    for query in queries:
+        query.awaitTermination()
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
