@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import crc32c
 import pyarrow as pa
@@ -50,10 +51,12 @@ _FENCE_MOVES = 10_000
 _READ_ONE_BY_ONE = 4
 """A reader that keeps up finds few new entries or none, which is not worth a thread."""
 _READ_AHEAD_ENTRIES = 16
-_READ_AHEAD_THREADS = 4
+_READ_AHEAD_THREADS = 16
 
 _READ_OPTIONS = pa.ipc.IpcReadOptions(ensure_alignment=pa.ipc.Alignment.DataTypeSpecific)
 """An answer of a remote store begins anywhere in memory, and Lance panics at values that do."""
+_READ_WIDE_OPTIONS = pa.ipc.IpcReadOptions(ensure_alignment=pa.ipc.Alignment.At64Byte)
+"""For values of 16 bytes and more, which Arrow in C++ aligns to 8 and Lance wants at 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,12 @@ def encode_fence(epoch: int, write_id: bytes) -> list[Buffer]:
     return encode_entry(_marked(pa.schema([], metadata=metadata)), [], write_id)
 
 
+def _is_wide(kind: pa.DataType) -> bool:
+    if pa.types.is_decimal(kind):
+        return bool(kind.bit_width > 64)
+    return any(_is_wide(kind.field(i).type) for i in range(kind.num_fields))
+
+
 def decode_entry(data: memoryview | bytes, position: int, key: str) -> WalEntry:
     """Read an entry and verify its checksum if it has one."""
     view = memoryview(data)
@@ -132,6 +141,8 @@ def decode_entry(data: memoryview | bytes, position: int, key: str) -> WalEntry:
             )
     try:
         reader = pa.ipc.open_stream(pa.py_buffer(view), options=_READ_OPTIONS)
+        if any(_is_wide(kind) for kind in reader.schema.types):
+            reader = pa.ipc.open_stream(pa.py_buffer(view), options=_READ_WIDE_OPTIONS)
         metadata = reader.schema.metadata or {}
         epoch = int(metadata[b"writer_epoch"])
         generation = int(metadata.get(b"generation", b"0"))
@@ -284,18 +295,23 @@ class Wal:
                 return
             yield entry
             after += 1
-        with ThreadPoolExecutor(_READ_AHEAD_THREADS, "penstock-wal-read") as pool:
-            ahead: deque[Future[WalEntry | None]] = deque()
-            position = after + 1
-            width = 1
-            while True:
-                while len(ahead) < width and position <= until:
-                    ahead.append(pool.submit(self.read, position))
-                    position += 1
-                if not ahead:
-                    return
-                entry = ahead.popleft().result()
-                if entry is None:
-                    return
-                width = min(width * 2, _READ_AHEAD_ENTRIES)
-                yield entry
+        ahead: deque[Future[WalEntry | None]] = deque()
+        position = after + 1
+        width = 1
+        while True:
+            while len(ahead) < width and position <= until:
+                ahead.append(_readers().submit(self.read, position))
+                position += 1
+            if not ahead:
+                return
+            entry = ahead.popleft().result()
+            if entry is None:
+                return
+            width = min(width * 2, _READ_AHEAD_ENTRIES)
+            yield entry
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    """Threads that read entries ahead, for all logs of the process."""
+    return ThreadPoolExecutor(_READ_AHEAD_THREADS, "penstock-wal-read")
