@@ -36,7 +36,8 @@ ADVANCE_ROWS = 50_000
 """A base with fewer rows is read anew so fast that nothing is gained."""
 ADVANCE_LIMIT_MS = 30_000.0
 """A reader moves on after this time at the latest, ready or not."""
-_MOVING = (LanceOperation.CreateIndex, LanceOperation.Rewrite)
+MOVING = (LanceOperation.CreateIndex, LanceOperation.Rewrite)
+"""What other tools commit that leaves all rows as they are."""
 _VERSIONS = 64
 _KINDS = 8
 
@@ -165,7 +166,7 @@ def _only_moved(newest: BaseSnapshot, version: int) -> bool:
             return False
         properties: Mapping[str, str] = transaction.transaction_properties or {}
         operation = transaction.operation
-        if MOVED_ROWS in properties or isinstance(operation, _MOVING):
+        if MOVED_ROWS in properties or isinstance(operation, MOVING):
             return True
         # Lance has operations that only make room for others, and does not tell which.
         unnamed = type(operation) is LanceOperation.BaseOperation

@@ -198,6 +198,13 @@ class BaseTable:
                 self._table_id = self._read_table_id()
         return self._table_id
 
+    def known_table_id(self) -> uuid.UUID | None:
+        """The table's own id, or None if nobody has asked for one yet."""
+        if self._table_id is None:
+            with suppress(ObjectNotFound):
+                self._table_id = self._read_table_id()
+        return self._table_id
+
     def _read_table_id(self) -> uuid.UUID:
         data = bytes(self.store.get(_TABLE_KEY).data)
         if bytes(self.store.get(_TABLE_KEY).data) != data:

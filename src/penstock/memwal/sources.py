@@ -245,6 +245,32 @@ class GenerationSource:
                 batch = one_batch(self._aligned(table, shape))
             yield from _matching(batch, numbers, dead, columns, None if pushed else where)
 
+    def written(
+        self, shape: TableShape, columns: Sequence[str], first: int, count: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows by number as they were written, superseded ones too, with their tombstone flag."""
+        current = self.is_current(shape)
+        schema = self.dataset.schema
+        needed = list(columns) if current else [f.name for f in schema if f.name != TOMBSTONE]
+        batches = self.guarded(
+            lambda: iter(
+                self.dataset.scanner(
+                    columns=[*needed, TOMBSTONE],
+                    offset=first,
+                    limit=count,
+                    with_row_id=True,
+                    include_deleted_rows=True,
+                ).to_reader()
+            )
+        )
+        while True:
+            batch = self.guarded(lambda: next(batches, None))
+            if batch is None:
+                return
+            rows = pa.Table.from_batches([batch]).drop_columns([ROW_ID])
+            aligned = rows if current else self._aligned(rows, shape)
+            yield one_batch(aligned.select([*columns, TOMBSTONE]))
+
     def _kept_columns(self, shape: TableShape, needed: Sequence[str]) -> pa.Table | None:
         """The columns from memory, read into it if need be; None if the generation is large."""
         if not 0 < self._rows <= _KEPT_ROWS or not self.is_current(shape):
