@@ -121,7 +121,7 @@ def test_what_a_merge_looks_up_in_the_base_is_cleaned_up(
         lance.dataset(lake.store.uri).optimize.compact_files()
         lake.process().table.gc(retain_seconds=0)
 
-    once(monkeypatch, merging, "_look_up", others)
+    once(monkeypatch, merging, "look_up", others)
     assert merging.commit_merge(merger._base, folded).generations == 1
     assert plain(lake) == live(writer) == {0: "edited", 1: "edited", 2: "edited", 3: "second"}
 

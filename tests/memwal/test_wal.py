@@ -68,6 +68,22 @@ FENCE = b"".join(bytes(memoryview(part)) for part in encode_fence(9, b"f" * 16))
 # --- bytes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 8])
+def test_wide_values_are_where_lance_can_take_them(ahead: int) -> None:
+    """Lance panics at decimals that do not begin at a multiple of 16 bytes."""
+    decimal = pa.array([1, 2], pa.decimal128(9, 2))
+    nested = pa.array([[1], [2, 3]], pa.list_(pa.decimal256(50, 2)))
+    flags = pa.array([False, False])
+    wide = pa.record_batch({"a": decimal, "b": nested, "_tombstone": flags})
+    head = schema_message(wide.schema, 7, 3)
+    parts = encode_entry(head, [wide.serialize()], b"w" * 16)
+    data = b" " * ahead + b"".join(bytes(memoryview(part)) for part in parts)
+    (read,) = decode_entry(memoryview(data)[ahead:], 1, "wide").batches
+    assert read.to_pylist() == wide.to_pylist()
+    for values in (read.column("a"), read.column("b").values):
+        assert values.buffers()[1].address % 16 == 0
+
+
 @given(
     st.lists(rows.map(batch), max_size=4),
     st.binary(min_size=16, max_size=16),

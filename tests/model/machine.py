@@ -4,8 +4,9 @@ Users 0 and 1 are handles in this process, user 2 one in a second process, where
 After each step the user that made it answers everything, strongly and eventually. One that has
 just come, and those that have done nothing for long, take turns at a part of it, so that what
 users remember is put to the test, and what they would remember wrongly. Versions of the past are
-asked for again. Now and then everything is flushed and Lance's own readers are asked too. When a
-walk is over the table is maintained once more, and plain Lance has to see exactly the dict.
+asked for again, and the table is read in parts, as many tasks would. Now and then everything is
+flushed and Lance's own readers are asked too. When a walk is over the table is maintained once
+more, and plain Lance has to see exactly the dict.
 
 A job can die: the handle that does it is cut off from the store at some call. Sometimes the job is
 done again at once, sometimes things are left as they are.
@@ -30,7 +31,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.model import plain_lance
+from tests.model import plain_lance, split_reads
 from tests.model.handle import (
     ChildProcess,
     RemoteHandle,
@@ -49,6 +50,7 @@ MAX_RESPECS = 2
 VISITOR_EVERY = 4
 OTHERS_EVERY = 5
 PAST_EVERY = 3
+SPLIT_EVERY = 4
 PHASES = [Phase.generate]
 """A walk that fails is printed as it was; with `Phase.shrink` it is made smaller, for minutes."""
 
@@ -149,6 +151,8 @@ class Walk(RuleBasedStateMachine):
             world.ask_eventually(other, question, half)
         if turn % PAST_EVERY == 0:
             world.ask_of_the_past(user, question, EVERY, turn // PAST_EVERY)
+        if turn % SPLIT_EVERY == 0:
+            split_reads.ask(world, question, turn // SPLIT_EVERY)
         self.made[name] += 1
         self.sound = True
 

@@ -255,11 +255,18 @@ def create_segment(
 
     Raises `InvalidInput` if the index is of a kind that cannot be built so.
     """
-    recipe = _recipe(spec)
-    if recipe.refusal is not None:
-        raise InvalidInput(f"index {spec.name!r} of {dataset.uri}: {recipe.refusal}")
+    part = create_part(spec, dataset, fragment_ids)
+    # Only this makes an index of the parts that Lance's workers have written.
+    return join_parts(spec, dataset, [part]) if spec.kind == "fts" else part
+
+
+def create_part(
+    spec: IndexSpec, dataset: lance.LanceDataset, fragment_ids: Sequence[int]
+) -> LanceIndex:
+    """Write a part of a segment, for `join_parts`."""
+    recipe = _buildable(spec, dataset.uri)
     with _refusals(spec, dataset):
-        segment = dataset.create_index_uncommitted(
+        return dataset.create_index_uncommitted(
             spec.column,
             recipe.kind,
             name=spec.name,
@@ -267,10 +274,29 @@ def create_segment(
             fragment_ids=list(fragment_ids),
             **recipe.options,
         )
-        if spec.kind == "fts":
-            # Only this makes an index of the parts that Lance's workers have written.
-            segment = dataset.merge_existing_index_segments([segment])
-    return segment
+
+
+def join_parts(
+    spec: IndexSpec, dataset: lance.LanceDataset, parts: Sequence[LanceIndex]
+) -> LanceIndex:
+    """Make one segment of parts, whose files are not needed any more then."""
+    with _refusals(spec, dataset):
+        return dataset.merge_existing_index_segments(list(parts))
+
+
+def is_divisible(spec: IndexSpec, uri: str) -> bool:
+    """Whether parts of a segment fit together: not if each computes its own model.
+
+    Raises `InvalidInput` if the index, of the table at `uri`, cannot be built at all.
+    """
+    return not _buildable(spec, uri).retrained
+
+
+def _buildable(spec: IndexSpec, uri: str) -> _Recipe:
+    recipe = _recipe(spec)
+    if recipe.refusal is not None:
+        raise InvalidInput(f"index {spec.name!r} of {uri}: {recipe.refusal}")
+    return recipe
 
 
 @contextmanager

@@ -175,6 +175,11 @@ def build_together(table: BaseTable, plans: Sequence[IndexPlan]) -> IndexReport:
         results = [build_segment(table, plan) for plan in plans]
     except VersionNotFound:
         return IndexReport()
+    return commit_or_remove(table, results)
+
+
+def commit_or_remove(table: BaseTable, results: Sequence[BuiltSegment]) -> IndexReport:
+    """Commit some segments as one version; what did not land is removed."""
     report = commit_index_build(table, results)
     landed = {build.segment for build in report.builds}
     for built in results:
@@ -272,6 +277,11 @@ def build_segment(table: BaseTable, plan: IndexPlan) -> BuiltSegment:
             ) from error
         raise
     table.store.sync(f"_indices/{segment.uuid}")
+    return built_as(plan, segment)
+
+
+def built_as(plan: IndexPlan, segment: LanceIndex) -> BuiltSegment:
+    """A plan and the segment that was built for it, in one process or several (`index_parts`)."""
     assert segment.index_details is not None
     return BuiltSegment(
         plan,

@@ -12,7 +12,7 @@ compaction of what it was built from, it is built again on what that one left.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from lance.bitmap import Bitmap
 from lance.commit import CommitConflictError
 from lance.dataset import Index as LanceIndex
 
-from penstock.errors import CommitConflict, InvalidInput, PenstockError
+from penstock.errors import CommitConflict, InvalidInput, PenstockError, VersionNotFound
 from penstock.index.base import (
     SYSTEM_INDEX_PREFIX,
     IndexSpec,
@@ -32,6 +32,7 @@ from penstock.index.base import (
 )
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.index_choice import keep_serving
+from penstock.memwal.index_segments import to_remove
 from penstock.memwal.table_versions import version_exists
 
 VECTOR_KINDS = ("ivf_flat", "ivf_pq", "ivf_sq")
@@ -44,7 +45,10 @@ METRICS = ("l2", "cosine", "dot")
 _COUNT_OPTIONS = ("num_partitions", "num_sub_vectors", "num_bits", "sample_rate")
 _VECTOR_OPTIONS = ("metric", *_COUNT_OPTIONS)
 _PQ_TRAINING_ROWS = 256
-_SAMPLE_ROWS = 65_536
+SAMPLE_ROWS = 65_536
+"""Vectors that a model is trained on, at most."""
+
+Build = Callable[[BaseSnapshot, IndexSpec], LanceIndex]
 
 
 def create_index(
@@ -55,8 +59,13 @@ def create_index(
     name: str | None,
     live: Any,
     options: Mapping[str, Any],
+    build: Build | None = None,
 ) -> str:
-    """Create an index and return its name; `live()` gives the table's rows for training."""
+    """Create an index and return its name; `live()` gives the table's rows for training.
+
+    `build` is for those who have segments built elsewhere: it is given a version and what to
+    build, and writes a segment that covers the version, for this to commit.
+    """
     _check_column(table.snapshot(), column)
     known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS])
     if not isinstance(kind, str) or kind.lower() not in (*VECTOR_KINDS, *SCALAR_KINDS):
@@ -77,10 +86,15 @@ def create_index(
         base = table.snapshot()
         _check_column(base, column)
         try:
-            if kind in SCALAR_KINDS:
-                base.dataset.create_scalar_index(column, SCALAR_KINDS[kind], name=chosen, **options)
+            if kind not in SCALAR_KINDS:
+                given = dict(options)
+                _create_vector(table, base, column, kind, chosen, live, given, models, build)
+            elif build is not None and base.rows:
+                text = dict(options) if kind == "fts" else None
+                spec = IndexSpec(chosen, kind, column, text=text)
+                _publish(table, base, build(base, spec))
             else:
-                _create_vector(table, base, column, kind, chosen, live, dict(options), models)
+                base.dataset.create_scalar_index(column, SCALAR_KINDS[kind], name=chosen, **options)
         except (OSError, ValueError, RuntimeError, TypeError, KeyError, PenstockError) as error:
             if _is_overtaken(table, base, error):
                 last = error
@@ -109,6 +123,8 @@ def _check_column(base: BaseSnapshot, column: str) -> None:
 
 def _is_overtaken(table: BaseTable, base: BaseSnapshot, error: Exception) -> bool:
     """Whether it failed because of another commit, and not because of what was asked for."""
+    if isinstance(error, VersionNotFound):
+        return True
     cause = error.__cause__ if isinstance(error, PenstockError) else error
     if isinstance(cause, CommitConflictError) or "commit conflict" in str(cause).lower():
         return True
@@ -145,6 +161,7 @@ def _create_vector(
     live: Any,
     options: dict[str, Any],
     models: dict[int, IndexSpec],
+    build: Build | None,
 ) -> None:
     field_type = base.shape.schema.field(column).type
     if not pa.types.is_fixed_size_list(field_type):
@@ -158,10 +175,24 @@ def _create_vector(
     if field_id not in models:  # once, however often the index has to be built with it
         models[field_id] = _train(column, kind, metric, live(), options)
     spec = replace(models[field_id], name=name, column=column)
-    if base.dataset.count_rows():
-        create_like(spec, base.dataset)
-    else:
+    if not base.rows:
         _graft(table, base, spec)
+    elif build is not None:
+        _publish(table, base, build(base, spec))
+    else:
+        create_like(spec, base.dataset)
+
+
+def _publish(table: BaseTable, base: BaseSnapshot, segment: LanceIndex) -> None:
+    """Let Lance commit a segment that is the whole index, in place of one of the same name."""
+    named = [index for index in base.dataset.describe_indices() if index.name == segment.name]
+    replaced = [to_remove(index.name, str(old.uuid)) for index in named for old in index.segments]
+    lance.LanceDataset.commit(
+        table.uri,
+        lance.LanceOperation.CreateIndex([segment], replaced),
+        read_version=base.version,
+        storage_options=table.storage_options,
+    )
 
 
 def _graft(table: BaseTable, base: BaseSnapshot, spec: IndexSpec) -> None:
@@ -212,9 +243,9 @@ def _train(
 ) -> IndexSpec:
     """A model trained by Lance on a sample of the live rows."""
     vectors = rows.select([column]).filter(pc.is_valid(rows.column(column)))
-    if vectors.num_rows > _SAMPLE_ROWS:
-        step = vectors.num_rows / _SAMPLE_ROWS
-        vectors = vectors.take(pa.array([int(i * step) for i in range(_SAMPLE_ROWS)]))
+    if vectors.num_rows > SAMPLE_ROWS:
+        step = vectors.num_rows / SAMPLE_ROWS
+        vectors = vectors.take(pa.array([int(i * step) for i in range(SAMPLE_ROWS)]))
     partitions = int(options.pop("num_partitions", 0)) or max(1, round(vectors.num_rows**0.5 / 4))
     needed = max(partitions, _PQ_TRAINING_ROWS if kind == "ivf_pq" else 1)
     if vectors.num_rows < needed:

@@ -13,12 +13,17 @@ of processes may maintain a table at once; they find each other's work done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.errors import InvalidInput
 from penstock.memwal.base_table import BaseTable
-from penstock.memwal.build_indexes import IndexReport, build_together, plan_index_builds
+from penstock.memwal.build_indexes import (
+    IndexPlan,
+    IndexReport,
+    build_together,
+    plan_index_builds,
+)
 from penstock.memwal.compact import compact_one, plan_compaction
 from penstock.memwal.compact_fit import CompactionReport
 from penstock.memwal.gc import collect
@@ -33,7 +38,7 @@ compare them in memory, which costs less than a segment more."""
 DELETED_SHARE = 0.2
 """A fragment with a larger share of deleted rows is rewritten. Rows that are updated again and
 again would have a large fragment copied for few of them."""
-_ROUNDS = 16
+ROUNDS = 16
 """Others may do the work, or make more of it; after so many times it has to wait."""
 
 Progress = Callable[[str, int, int], None]
@@ -136,13 +141,13 @@ def _merge(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
     report = MergeReport()
     left = 0
     done = 0
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         plans, waiting = plan_merges(table, max_rows=MERGE_ROWS)
         report += MergeReport(waiting=waiting)
         left = sum(len(plan.generations) for plan in plans)
         for plan in plans:
             if budget.is_spent:
-                return _merged(report), f"{left} generations to merge"
+                return describe_merge(report), f"{left} generations to merge"
             report += merge_piece(table, plan)
             budget.spend(sum(found.in_memory_bytes or 0 for _, found in plan.generations))
             left -= len(plan.generations)
@@ -150,10 +155,10 @@ def _merge(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
             tell("merge", done, done + left)
         if not plans:
             break
-    return _merged(report), f"{left} generations to merge" if left else ""
+    return describe_merge(report), f"{left} generations to merge" if left else ""
 
 
-def _merged(report: MergeReport) -> str:
+def describe_merge(report: MergeReport) -> str:
     said = "nothing to merge"
     if report.generations:
         said = (
@@ -167,14 +172,10 @@ def _merged(report: MergeReport) -> str:
 def _index(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
     report = IndexReport()
     skipped: set[str] = set()
-    for _ in range(_ROUNDS):
-        least = min(INDEX_ROWS, INDEX_SHARE * table.snapshot().rows)
-        found = [plan for plan in plan_index_builds(table) if plan.name not in skipped]
-        plans = [plan for plan in found if plan.rows >= least or not plan.fragments]
+    for _ in range(ROUNDS):
+        plans, few = due_builds(table, skipped)
         if not plans:
-            few = [plan.name for plan in found]
-            said = str(report) if report.builds or not few else "too few rows for another segment"
-            return said, ""
+            return describe_builds(report, few), ""
         for number, plan in enumerate(plans):
             if budget.is_spent:
                 return str(report), ", ".join(plan.name for plan in plans[number:])
@@ -185,9 +186,21 @@ def _index(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
     return str(report), ", ".join(report.behind)
 
 
+def due_builds(table: BaseTable, skipped: Set[str]) -> tuple[list[IndexPlan], list[str]]:
+    """The builds that are due, and the indexes that lack too few rows for one."""
+    least = min(INDEX_ROWS, INDEX_SHARE * table.snapshot().rows)
+    found = [plan for plan in plan_index_builds(table) if plan.name not in skipped]
+    due = [plan for plan in found if plan.rows >= least or not plan.fragments]
+    return due, [plan.name for plan in found if plan not in due]
+
+
+def describe_builds(report: IndexReport, few: Sequence[str]) -> str:
+    return str(report) if report.builds or not few else "too few rows for another segment"
+
+
 def _compact(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
     report = CompactionReport()
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         pieces = plan_compaction(table, deletion_share=DELETED_SHARE, gradual=True)
         left = 0
         for number, piece in enumerate(pieces):

@@ -7,6 +7,9 @@ A merge has three parts, so that the costly one can run anywhere and is never do
                     generation's own file (`adopt`) or written anew
     commit_merge    one version: the new rows, the rows they replace or delete taken out, progress
 
+`fold_piece` and `commit_pieces` are the same for those who fold in other processes: what they
+folded of several regions becomes one version.
+
 Several generations are folded together; a key that was written in each of them is merged once.
 What a key replaces is looked up when the merge is committed, in the version it is committed on:
 if another commit comes in between, only that is done again.
@@ -22,16 +25,17 @@ between them, and their newer rows would be overwritten by older ones.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import lance
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 
@@ -49,6 +53,8 @@ from penstock.memwal.regions import load_manifests
 from penstock.memwal.sources import ROW_ADDRESS, GenerationSource, StaleView, chosen_rows
 from penstock.memwal.table_commit import commit_index, only_moving_rows
 from penstock.memwal.table_files import remove_unnamed
+
+T = TypeVar("T")
 
 MERGE_ROWS = 1_000_000
 """Rows of generations that are folded at a time; at least one generation, however large."""
@@ -106,14 +112,27 @@ class Folded:
     adopted: tuple[Adopted, ...]
     rows: int
     deleted: int
+    keyed: bool
+    """False for a table without a primary key, whose rows replace nothing."""
     keys: pa.Array | None
-    """None for a table without a primary key, whose rows replace nothing."""
+    """None if they were left behind; they are read again if they are needed."""
     superseded: dict[str, list[int]]
     """Of the fragments that were looked through already the offsets of rows with these keys."""
     started_ms: float
     """By the clock of the process that publishes it, before its first file was written."""
     version: int
     """The newest version when its files were written, so only later ones can name them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoldedPiece:
+    """What was folded, as it is sent to the process that commits it.
+
+    The keys stay behind: they are needed only if others commit in between.
+    """
+
+    folded: Folded
+    superseded: dict[str, npt.NDArray[np.uint32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +174,74 @@ def merge_all(table: BaseTable, *, max_rows: int = MERGE_ROWS) -> MergeReport:
 
 def merge_piece(table: BaseTable, plan: MergePlan) -> MergeReport:
     """Fold and commit; nothing is done if somebody else has merged it meanwhile."""
+    done = _unless_merged(table, plan, lambda: commit_merge(table, fold(table, plan)))
+    return done or MergeReport()
+
+
+def fold_piece(table: BaseTable, plan: MergePlan) -> FoldedPiece | None:
+    """Fold; None if somebody else has merged it, and clean-up took what it was reading."""
+    folded = _unless_merged(table, plan, lambda: fold(table, plan))
+    if folded is None:
+        return None
+    superseded = {
+        which: np.array(offsets, dtype=np.uint32) for which, offsets in folded.superseded.items()
+    }
+    return FoldedPiece(replace(folded, keys=None, superseded={}), superseded)
+
+
+def commit_pieces(
+    table: BaseTable, pieces: Sequence[FoldedPiece], started_ms: float
+) -> MergeReport:
+    """Publish what was folded elsewhere of regions that share no key, as one version.
+
+    `started_ms` is by this process's clock, before the first of them was begun. What somebody
+    else has merged is left out; if that happens in the very moment, nothing is done.
+    """
+    details = table.snapshot().details
+    fresh: list[FoldedPiece] = []
+    for piece in pieces:
+        if _is_overtaken(details, piece.folded.plan):
+            # Which finds that out, too, and removes what was written.
+            commit_merge(table, replace(piece.folded, started_ms=started_ms))
+        else:
+            fresh.append(piece)
+    if not fresh:
+        return MergeReport()
+    whole = _joined(fresh, started_ms)
+    return _unless_merged(table, whole.plan, lambda: commit_merge(table, whole)) or MergeReport()
+
+
+def _joined(pieces: Sequence[FoldedPiece], started_ms: float) -> Folded:
+    every = [piece.folded for piece in pieces]
+    # What one of them has not looked through is looked up again for all.
+    known = set(pieces[0].superseded).intersection(*(piece.superseded for piece in pieces))
+    return Folded(
+        plan=MergePlan(tuple(part for one in every for part in one.plan.parts)),
+        fragments=tuple(fragment for one in every for fragment in one.fragments),
+        adopted=tuple(adopted for one in every for adopted in one.adopted),
+        rows=sum(one.rows for one in every),
+        deleted=sum(one.deleted for one in every),
+        keyed=every[0].keyed,
+        keys=None,
+        superseded={
+            which: np.concatenate([piece.superseded[which] for piece in pieces]).tolist()
+            for which in known
+        },
+        started_ms=started_ms,
+        version=min(one.version for one in every),
+    )
+
+
+def _is_overtaken(details: MemWalIndexDetails, plan: MergePlan) -> bool:
+    return any(details.merged(part.region_id) != part.after for part in plan.parts)
+
+
+def _unless_merged(table: BaseTable, plan: MergePlan, work: Callable[[], T]) -> T | None:
     try:
-        return commit_merge(table, fold(table, plan))
+        return work()
     except (StaleView, OSError, RuntimeError, pa.ArrowException) as error:
-        details = table.snapshot().details
-        if any(details.merged(part.region_id) != part.after for part in plan.parts):
-            return MergeReport()  # and clean-up has taken what it was reading
+        if _is_overtaken(table.snapshot().details, plan):
+            return None  # and clean-up has taken what it was reading
         if not isinstance(error, StaleView):
             raise
         raise Corruption(
@@ -252,18 +333,13 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
         return GenerationSource(table.store, table.storage_options, region_id, generation)
 
     shape, keys = base.shape, None
-    masks: list[Mask | None] = [None] * len(plan.generations)
+    masks: Sequence[Mask | None] = [None] * len(plan.generations)
     if shape.key_columns:
-        parts = [source(*generation).keys() for generation in plan.generations]
-        every = pa.concat_arrays([pa.array([], key_type(shape.schema, shape.key_columns)), *parts])
-        newest = newest_rows(every)
-        keys = every.filter(pa.array(newest))
-        ends = np.cumsum([len(part) for part in parts])
-        masks = [newest[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
+        keys, masks = _read_keys(table, base, plan)
     known: dict[str, list[int]] = {}
     with ThreadPoolExecutor(_WRITERS + 1, "penstock-fold") as pool:
         # Most of what the commit has to look up is known by the time the rows are written.
-        looking = pool.submit(_look_up, base.dataset, shape.key_columns, keys, known)
+        looking = pool.submit(look_up, base.dataset, shape.key_columns, keys, known)
         every = list(zip(plan.generations, masks, strict=True))
         adopting = [adopt(table, base, source(*found), mask) for found, mask in every]
         left = [one for one, done in zip(every, adopting, strict=True) if done is None]
@@ -278,11 +354,28 @@ def fold(table: BaseTable, plan: MergePlan) -> Folded:
         adopted,
         sum(share.rows for share in written) + sum(one.rows for one in adopted),
         sum(share.deleted for share in written) + sum(one.tombstones for one in adopted),
+        keys is not None,
         keys,
         known,
         started_ms,
         base.version,
     )
+
+
+def _read_keys(
+    table: BaseTable, base: BaseSnapshot, plan: MergePlan
+) -> tuple[pa.Array, list[Mask]]:
+    """Every key of the generations once, and of each which of its rows are the newest of theirs."""
+    kind = key_type(base.shape.schema, base.shape.key_columns)
+    parts = [
+        GenerationSource(table.store, table.storage_options, *found).keys()
+        for found in plan.generations
+    ]
+    every = pa.concat_arrays([pa.array([], kind), *parts])
+    newest = newest_rows(every)
+    ends = np.cumsum([len(part) for part in parts])
+    masks = [newest[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
+    return every.filter(pa.array(newest)), masks
 
 
 _Share = Sequence[tuple[tuple[uuid.UUID, FlushedGeneration], Mask | None]]
@@ -353,7 +446,7 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
         nonlocal done
         assert details is not None
         check_age(table.seams, folded.started_ms, "a merge")
-        done = any(details.merged(part.region_id) != part.after for part in plan.parts)
+        done = _is_overtaken(details, plan)
         if done:
             return None
         return details.with_merged({part.region_id: part.last for part in plan.parts})
@@ -375,11 +468,15 @@ def commit_merge(table: BaseTable, folded: Folded) -> MergeReport:
 def _operation(table: BaseTable, folded: Folded, dataset: lance.LanceDataset) -> Any:
     """The rows in, and those they replace out."""
     adopted = [one.fragment for one in folded.adopted]
-    if folded.keys is None:
+    if not folded.keyed:
         return only_moving_rows(lance.LanceOperation.Append([*adopted, *folded.fragments]))
-    columns = table.snapshot().shape.key_columns
+    base = table.snapshot()
+
+    def keys() -> pa.Array:
+        return _read_keys(table, base, folded.plan)[0] if folded.keys is None else folded.keys
+
     # What earlier attempts looked up is known to later ones.
-    replaced = _look_up(dataset, columns, folded.keys, folded.superseded)
+    replaced = look_up(dataset, base.shape.key_columns, keys, folded.superseded)
     if not adopted:
         return _exchange(table, folded, replaced)
 
@@ -395,6 +492,18 @@ Deletions = dict[int, tuple[lance.LanceFragment, list[int]]]
 
 
 def _exchange(table: BaseTable, folded: Folded, deletions: Deletions) -> Any:
+    changed, removed = lessen(table, deletions)
+    return only_moving_rows(
+        lance.LanceOperation.Update(
+            removed_fragment_ids=removed,
+            updated_fragments=changed,
+            new_fragments=list(folded.fragments),
+        )
+    )
+
+
+def lessen(table: BaseTable, deletions: Deletions) -> tuple[list[FragmentMetadata], list[int]]:
+    """The fragments without these rows, and the numbers of those of which nothing is left."""
     changed, removed = [], []
     for number, (fragment, offsets) in deletions.items():
         lessened = fragment.delete_rows(offsets)
@@ -404,13 +513,7 @@ def _exchange(table: BaseTable, folded: Folded, deletions: Deletions) -> Any:
             changed.append(lessened)
     if changed:
         table.store.sync("_deletions")
-    return only_moving_rows(
-        lance.LanceOperation.Update(
-            removed_fragment_ids=removed,
-            updated_fragments=changed,
-            new_fragments=list(folded.fragments),
-        )
-    )
+    return changed, removed
 
 
 def _dead(folded: Folded, appended: lance.LanceDataset) -> Deletions:
@@ -424,19 +527,23 @@ def _dead(folded: Folded, appended: lance.LanceDataset) -> Deletions:
     }
 
 
-def _look_up(
+def look_up(
     dataset: lance.LanceDataset,
     columns: Sequence[str],
-    keys: pa.Array | None,
+    keys: pa.Array | Callable[[], pa.Array] | None,
     known: dict[str, list[int]],
 ) -> Deletions:
-    """Rows with these keys; what `known` lacks of them is added to it, by fragments' contents."""
+    """Rows with these keys; what `known` lacks of them is added to it, by fragments' contents.
+
+    Keys that are given as a function are asked for only if something is lacking.
+    """
     if keys is None:
         return {}
     fragments = {contents(fragment): fragment for fragment in dataset.get_fragments()}
     unread = {f.fragment_id: which for which, f in fragments.items() if which not in known}
     if unread:
-        wanted = KeyIndex(keys, np.arange(len(keys), dtype=np.uint64))
+        every = keys() if callable(keys) else keys
+        wanted = KeyIndex(every, np.arange(len(every), dtype=np.uint64))
         scanner = dataset.scanner(
             columns=list(columns),
             fragments=[fragments[which] for which in unread.values()],

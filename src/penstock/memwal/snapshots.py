@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ _FILE_VERSION = "2.0"
 _CHECKSUM = b"penstock.crc32c"
 _EXTERNAL = b"penstock.external"
 _LOAD_THREADS = 8
+
+Load = Callable[[Sequence[uuid.UUID]], Sequence[RegionManifest | None]]
 
 _GENERATION = pa.struct(
     [
@@ -250,13 +253,17 @@ _REMEDY = "the snapshot is damaged: take another with snapshot(), and restore th
 # --- building ------------------------------------------------------------------------------
 
 
-def build_snapshot(table: BaseTable, *, inline_regions: int = INLINE_REGIONS) -> int:
+def build_snapshot(
+    table: BaseTable, *, inline_regions: int = INLINE_REGIONS, load: Load | None = None
+) -> int:
     """Bring the state of every region into the index; returns the version that holds it.
 
-    If nothing has changed since the last snapshot, that is the newest version as it is.
+    If nothing has changed since the last snapshot, that is the newest version as it is. `load` is
+    for those who have regions loaded elsewhere, by `load_regions`.
     """
+    load_all = load or partial(load_regions, table)
     before = table.snapshot().details.inline_snapshots
-    regions = _load_regions(table)
+    regions = _load_regions(table, load_all)
 
     def change(current: MemWalIndexDetails | None) -> MemWalIndexDetails | None:
         nonlocal before, regions
@@ -264,7 +271,7 @@ def build_snapshot(table: BaseTable, *, inline_regions: int = INLINE_REGIONS) ->
             raise NotATable(f"{table.uri} has no MemWAL index, so it cannot have snapshots")
         if current.inline_snapshots != before:
             # Somebody else's snapshot, which may have newer regions than ours.
-            before, regions = current.inline_snapshots, _load_regions(table)
+            before, regions = current.inline_snapshots, _load_regions(table, load_all)
         if _holds(table, current, regions):
             return None
         stored = encode_snapshot(regions, current.region_specs)
@@ -298,13 +305,18 @@ def _holds(
         return False
 
 
-def _load_regions(table: BaseTable) -> tuple[RegionManifest, ...]:
+def load_regions(table: BaseTable, ids: Sequence[uuid.UUID]) -> list[RegionManifest | None]:
+    """Some regions as they are, with the true end of their WAL; None for one without manifest."""
+    with ThreadPoolExecutor(_LOAD_THREADS, "penstock-snapshot") as pool:
+        return list(pool.map(lambda identity: _load_region(table, identity), ids))
+
+
+def _load_regions(table: BaseTable, load: Load) -> tuple[RegionManifest, ...]:
     """Every region as it is, with the true end of its WAL; all of them must be readable."""
     missing: list[uuid.UUID] = []
     for _ in table.seams.attempts():
         ids = sorted(list_region_ids(table.store))
-        with ThreadPoolExecutor(_LOAD_THREADS, "penstock-snapshot") as pool:
-            loaded = list(pool.map(lambda identity: _load_region(table, identity), ids))
+        loaded = load(ids)
         missing = [i for i, region in zip(ids, loaded, strict=True) if region is None]
         # A region that is just being created has a directory before it has a manifest.
         if not missing:

@@ -144,11 +144,13 @@ def commit_next(
     """Change the data of the version given, or nothing if there is a newer one already.
 
     The MemWAL index becomes what `details` say, or stays as it is. `operation` must have made
-    durable what it names. Lance takes the catch-up progress of every index back whose fragments
-    change; that of those in `caught_up` is kept, which must cover the same rows as before.
+    durable what it names; several may be given, as to `commit_index`. Lance takes the catch-up
+    progress of every index back whose fragments change; that of those in `caught_up` is kept,
+    which must cover the same rows as before.
     """
     options = dict(storage_options) if storage_options else None
-    manifest = _commit_detached(store, dataset, [operation], options)
+    steps = operation if isinstance(operation, list) else [operation]
+    manifest = _commit_detached(store, dataset, steps, options)
     if caught_up:
         manifest = _with_catch_up(store, dataset.version, manifest, caught_up, seams)
     if details is not None:
