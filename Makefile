@@ -18,7 +18,7 @@ help: ## list the targets
 setup: ## make .venv from requirements.lock; instant when nothing changed
 	@scripts/setup
 
-demo: setup ## stream documents in, kill the writer half-way, recover, count what was lost
+demo: setup ## stream documents with Spark, kill the driver half-way, count what was lost
 	@.venv/bin/penstock demo
 
 test: setup ## all tests but the soak

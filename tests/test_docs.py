@@ -60,8 +60,11 @@ def text_files() -> list[Path]:
 WITH_SNIPPETS = [path for path in MARKDOWN if any(python_lines(path.read_text()))]
 
 
+@pytest.mark.timeout(300)  # Spark alone takes a while to start
 @pytest.mark.parametrize("path", WITH_SNIPPETS, ids=relative)
 def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
+    if "penstock.spark" in path.read_text():
+        _need_java()
     script = tmp_path / f"{path.name}.py"
     script.write_text("\n".join(python_lines(path.read_text())) + "\n")
     lake = tmp_path / "cwd"
@@ -72,10 +75,19 @@ def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert result.returncode == 0, f"{relative(path)}\n{result.stdout}\n{result.stderr}"
+
+
+def _need_java() -> None:
+    from penstock.spark.session import check_java
+
+    try:
+        check_java()
+    except penstock.PenstockError as error:
+        pytest.skip(str(error))
 
 
 def test_readme_has_a_quick_start() -> None:

@@ -60,6 +60,8 @@ MEMBERS: dict[str, dict[str, str | None]] = {
         "add_columns": "columns",
         "alter_column": "name, data_type",
         "build_indexes": "names",
+        "bulk_load": "data",
+        "changes": "since, *, max_rows",
         "close": "",
         "compact": "*, target_rows, deletion_share, max_bytes, defer_index_remap, gradual",
         "count": "filter, *, consistency, version",
@@ -78,6 +80,7 @@ MEMBERS: dict[str, dict[str, str | None]] = {
         "maintain": "*, budget_seconds, budget_bytes, retain_seconds, recover, on_progress",
         "merge": "*, max_rows",
         "merge_insert": "on",
+        "overwrite": "data",
         "primary_key": None,
         "rename_column": "old, new",
         "scan": "columns, filter, limit, offset, *, consistency, version",
@@ -102,6 +105,7 @@ MEMBERS: dict[str, dict[str, str | None]] = {
         "close": "*, flush",
         "closed": None,
         "delete": "keys",
+        "enter_once": "parts, transaction",
         "flush": "",
         "outdated": None,
         "region_writers": "",
@@ -109,6 +113,7 @@ MEMBERS: dict[str, dict[str, str | None]] = {
         "stats": "",
         "tick": "",
         "upsert": "data",
+        "write_once": "rows, transaction",
     },
 }
 EVERY_QUERY: dict[str, str | None] = {

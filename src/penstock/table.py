@@ -12,6 +12,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import pyarrow as pa
@@ -30,11 +31,15 @@ from penstock.query import HybridQuery, TextQuery, VectorQuery, search
 from penstock.upkeep import Upkeep
 
 if TYPE_CHECKING:
+    from penstock.memwal.bulk import BulkReport
     from penstock.memwal.changes import ChangeReport
+    from penstock.memwal.feed import Changes
     from penstock.memwal.filters import Filter
     from penstock.memwal.merge_insert import MergeInsert
 
 Writer = TableWriter
+BATCH_ROWS = 100_000
+"""Changes of a batch, if nobody says how many."""
 _REOPEN_ATTEMPTS = 16
 
 T = TypeVar("T")
@@ -117,6 +122,25 @@ class Table(Upkeep):
         from penstock.memwal.merge_insert import MergeInsert
 
         return MergeInsert(_Access(self), on)
+
+    def bulk_load(self, data: Any) -> BulkReport:
+        """Add many rows straight to the base table, in one version; for first loads.
+
+        With a primary key they replace rows with the same key, and it is refused while rows that
+        were written before are not merged. A reader or a dataset is streamed.
+        """
+        from penstock.memwal.bulk import load
+
+        return load(self._base, data, overwrite=False, flush=partial(self.flush, recover=True))
+
+    def overwrite(self, data: Any) -> BulkReport:
+        """Put these rows in the place of all rows, in one version of the base table.
+
+        Rows that others write meanwhile come after it. Regions with rows in their log are claimed.
+        """
+        from penstock.memwal.bulk import load
+
+        return load(self._base, data, overwrite=True, flush=partial(self.flush, recover=True))
 
     def writer(
         self,
@@ -332,6 +356,16 @@ class Table(Upkeep):
             vector_column=vector_column,
             text_column=text_column,
         )
+
+    def changes(self, since: object = "earliest", *, max_rows: int = BATCH_ROWS) -> Changes:
+        """What was upserted and deleted since a position, in batches that are read as they come.
+
+        `since` is "earliest" (the whole table first), "latest", a version, or the `position` of a
+        batch or of these changes. They end with what is there when they are gone through.
+        """
+        from penstock.memwal.feed import Changes
+
+        return Changes(self._base, since, max_rows)
 
     def status(self) -> TableStatus:
         return table_status(self._base)

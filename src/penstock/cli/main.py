@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import penstock
-from penstock.cli import demo as demonstration
+from penstock.cli import demo_process, demo_render, demo_report, demo_spark, locate, render, upkeep
 from penstock.cli import inspect as inspection
-from penstock.cli import locate, render, upkeep
+from penstock.cli.demo import MIN_DOCUMENTS
+from penstock.cli.demo import Progress as DemoProgress
 from penstock.errors import PenstockError
 from penstock.memwal.doctor import diagnose
 from penstock.memwal.inspect import Inspection
-from penstock.memwal.status import table_status
+from penstock.memwal.status import TableStatus, table_status
 
 app = typer.Typer(
     name="penstock",
@@ -72,38 +73,31 @@ def demo(
         str, typer.Option("--dir", help="Where the demo's table goes; a local directory.")
     ] = "./demo-lake",
     documents: Annotated[
-        int,
-        typer.Option(min=demonstration.MIN_DOCUMENTS, help="How many docstrings to stream."),
+        int, typer.Option(min=MIN_DOCUMENTS, help="How many docstrings to stream.")
     ] = 6000,
     regions: Annotated[int, typer.Option(min=1, max=16, help="How many regions to use.")] = 4,
+    without_spark: Annotated[
+        bool, typer.Option("--without-spark", help="Let a plain process stream instead of Spark.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Stream documents in, kill the writer half-way, recover, count what was lost."""
+    """Stream documents with Spark, search them, kill the driver half-way, count what was lost."""
     console = _console()
     with _reported():
         if "://" in directory:
             raise penstock.InvalidInput(f"the demo needs a local directory, not {directory}")
-        quiet = as_json or not console.is_terminal
-        with Progress(
-            TextColumn("{task.description:<20}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("acknowledged"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=quiet,
-        ) as bar:
-            task = bar.add_task("starting", total=documents)
-            step = ""
-
-            def progress(what: str, acknowledged: int) -> None:
-                nonlocal step
-                bar.update(task, description=what, completed=acknowledged)
-                if what != step and not as_json and quiet:
-                    console.print(f"{what}, {acknowledged:,} acknowledged")
-                step = what
-
-            account, status = demonstration.run_demo(directory, documents, regions, progress)
+        if not without_spark:
+            try:
+                with _demo_bar(console, documents, as_json, "changes read") as progress:
+                    streamed = demo_spark.run_demo(directory, documents, regions, progress)
+            except demo_spark.SparkMissing as missing:
+                why = " ".join(str(missing).split())
+                print(f"penstock: the demo goes on without Spark: {why}", file=sys.stderr)
+            else:
+                _show_streamed(console, *streamed, as_json)
+                return
+        with _demo_bar(console, documents, as_json, "acknowledged") as progress:
+            account, status = demo_process.run_demo(directory, documents, regions, progress)
         if as_json:
             _print_json({"account": account.to_dict(), "status": status.to_dict()})
         else:
@@ -112,7 +106,45 @@ def demo(
         raise typer.Exit(1)
 
 
-def _show_demo(console: Console, account: demonstration.Account, status: Any) -> None:
+@contextmanager
+def _demo_bar(console: Console, total: int, as_json: bool, counted: str) -> Iterator[DemoProgress]:
+    """A bar on a terminal; elsewhere a line for each step, and nothing beside JSON."""
+    quiet = as_json or not console.is_terminal
+    with Progress(
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(counted),
+        TimeElapsedColumn(),
+        console=console,
+        disable=quiet,
+    ) as bar:
+        task = bar.add_task("starting", total=total)
+        step = ""
+
+        def progress(what: str, done: int, total: int | None = None) -> None:
+            nonlocal step
+            bar.update(task, description=what, completed=done, total=total)
+            if what != step and not as_json and quiet:
+                console.print(f"{what}, {done:,} {counted}")
+            step = what
+
+        yield progress
+
+
+def _show_streamed(
+    console: Console, account: demo_report.Account, status: TableStatus, as_json: bool
+) -> None:
+    if as_json:
+        _print_json({"account": account.to_dict(), "status": status.to_dict()})
+    else:
+        demo_render.show_account(console, account)
+        _show_around(console, status, account.sound)
+    if not account.sound:
+        raise typer.Exit(1)
+
+
+def _show_demo(console: Console, account: demo_process.Account, status: TableStatus) -> None:
     console.print()
     console.print(render.account_table(account))
     console.print()
@@ -124,11 +156,15 @@ def _show_demo(console: Console, account: demonstration.Account, status: Any) ->
         console.print("  ".join(f"{name}: {value}" for name, value in row.items()), markup=False)
     console.print()
     console.print(str(status), markup=False, soft_wrap=True)
+    _show_around(console, status, account.sound)
+
+
+def _show_around(console: Console, status: TableStatus, is_sound: bool) -> None:
     console.print()
     console.print(f"Look around: penstock status {status.uri}", soft_wrap=True)
     region = f"{status.uri}/_mem_wal/{status.regions[0].region_id}"
     console.print(f"             penstock inspect {region}", soft_wrap=True)
-    if not account.sound:
+    if not is_sound:
         console.print("[bold red]The account does not add up: this is a bug.[/]")
 
 

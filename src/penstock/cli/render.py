@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.tree import Tree
 
-from penstock.cli.demo import Account
+from penstock.cli.demo_process import Account
 
 
 def account_table(account: Account) -> RenderableType:
