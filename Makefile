@@ -2,7 +2,7 @@
 
 PYTHON_ENV := .venv/bin/python
 PYTEST := $(PYTHON_ENV) -m pytest
-WORKERS ?= 2
+WORKERS ?= 3
 export PYTHON
 
 .DEFAULT_GOAL := help
@@ -13,7 +13,7 @@ help: ## list the targets
 	@echo
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "  WORKERS=n   test processes (2)       PYTHON=path   the Python to set up with"
+	@echo "  WORKERS=n   test processes (3)       PYTHON=path   the Python to set up with"
 
 setup: ## make .venv from requirements.lock; instant when nothing changed
 	@scripts/setup
@@ -24,21 +24,22 @@ demo: setup ## stream documents with Spark, kill the driver half-way, count what
 test: setup ## all tests but the soak
 	@$(PYTEST) -q -n $(WORKERS) --dist loadfile --durations=10 --durations-min=1
 
-check: setup ## lint, format, types, and the tests of docs, API and project
+check: setup ## lint, format, types, and the tests of docs, API and project; snippets: make test
 	@$(PYTHON_ENV) -m ruff check .
 	@$(PYTHON_ENV) -m ruff format --check .
 	@$(PYTHON_ENV) -m mypy --strict
-	@$(PYTEST) -q tests/test_docs.py tests/test_public_api.py tests/test_project.py
+	@$(PYTEST) -q tests/test_docs.py tests/test_public_api.py tests/test_project.py -k "not python_blocks"
 
 format: setup ## format and fix what can be fixed
 	@$(PYTHON_ENV) -m ruff check --fix .
 	@$(PYTHON_ENV) -m ruff format .
 
-bench: setup ## the benchmarks: writes, memory over a long run, reads, and maintenance
+bench: setup ## the benchmarks: writes, memory over a long run, reads, maintenance, and Spark
 	@$(PYTHON_ENV) -m bench.write
 	@$(PYTHON_ENV) -m bench.memory
 	@$(PYTHON_ENV) -m bench.read
 	@$(PYTHON_ENV) -m bench.maintain
+	@$(PYTHON_ENV) -m bench.spark
 
 soak: setup ## the long tests: hundreds of kills and races
 	@$(PYTEST) -q -m soak --timeout=3600 --durations=10

@@ -35,6 +35,7 @@ def run(
     )
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(420)
 def test_the_demo_streams_with_spark_and_kills_the_driver(tmp_path: Path) -> None:
     pytest.importorskip("pyspark")

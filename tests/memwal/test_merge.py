@@ -234,7 +234,11 @@ def test_failure_19_rows_tombstones_and_progress_are_in_one_version(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["never arrived", "answer lost"])
-def test_a_fault_at_any_call_leaves_the_merge_done_or_not_begun(tmp_path: Path, kind: int) -> None:
+def test_a_fault_at_any_call_leaves_the_merge_done_or_not_begun(
+    tmp_path: Path, kind: int, adopts: bool
+) -> None:
+    if not adopts and kind == 0:
+        pytest.skip("tried with files that are adopted, at the same calls and some more")
     lake = make_lake(tmp_path)
     table = lake.process().table
     model: Found = {}

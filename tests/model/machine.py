@@ -50,7 +50,7 @@ MAX_RESPECS = 2
 VISITOR_EVERY = 4
 OTHERS_EVERY = 5
 PAST_EVERY = 3
-SPLIT_EVERY = 4
+SPLIT_EVERY = 16
 PHASES = [Phase.generate]
 """A walk that fails is printed as it was; with `Phase.shrink` it is made smaller, for minutes."""
 

@@ -6,30 +6,17 @@ Tasks fail at random, at their first attempt. Ends when all changes are in both 
 
 from __future__ import annotations
 
-import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from tests.spark.conftest import quick_conf
+from tests.spark.failing import sometimes_failing
 
 from penstock.spark import local_session
 
 CHANGES = "id long, value string, _op string"
 FILES_PER_BATCH = 2
-FAILING = 0.1
-
-
-def sometimes_failing(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    context = TaskContext.get()
-    fails = context is not None and context.attemptNumber() == 0 and random.random() < FAILING
-    for batch in batches:
-        yield batch
-        if fails:
-            raise RuntimeError("a task that fails by chance")
 
 
 def changes(spark: SparkSession, directory: Path) -> DataFrame:

@@ -128,6 +128,18 @@ def test_a_stream_and_its_restart(spark: SparkSession, tmp_path: Path, s3: S3Ser
     assert plain(table) == [row(key) for key in range(200)]
 
 
+def test_a_table_that_was_made_anew_in_the_same_place(spark: SparkSession, tmp_path: Path) -> None:
+    """The processes of Spark live on, and must not know the regions of the old one."""
+    table = make(tmp_path)
+    upsert(frame(spark, 0, 10), table)
+    penstock.connect(tmp_path).drop_table("t")
+    table = make(tmp_path)
+    upsert(frame(spark, 5, 15), table)
+    upsert(frame(spark, 0, 10, "newer"), table)
+    expected = {key: row(key) for key in range(5, 15)} | {k: row(k, "newer") for k in range(10)}
+    assert found(table) == [expected[key] for key in sorted(expected)]
+
+
 # --- what is refused -----------------------------------------------------------------------
 
 

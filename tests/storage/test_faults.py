@@ -227,6 +227,7 @@ def test_every_call_of_the_seam_can_fail(store: FaultStore) -> None:
         "put": lambda: store.put("a", b""),
         "put_if_absent": lambda: store.put_if_absent("a", b""),
         "put_if_match": lambda: store.put_if_match("a", b"", "etag"),
+        "copy": lambda: store.copy("a", "b"),
         "delete": lambda: store.delete("a"),
         "delete_prefix": lambda: store.delete_prefix("a"),
         "sync": lambda: store.sync("a"),

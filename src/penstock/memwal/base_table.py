@@ -205,6 +205,13 @@ class BaseTable:
                 self._table_id = self._read_table_id()
         return self._table_id
 
+    def is_the_same(self) -> bool:
+        """Whether the table has not been dropped since, nor another one made in its place."""
+        try:
+            return self._read_table_id() == self.table_id()
+        except ObjectNotFound:
+            return False
+
     def _read_table_id(self) -> uuid.UUID:
         data = bytes(self.store.get(_TABLE_KEY).data)
         if bytes(self.store.get(_TABLE_KEY).data) != data:

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 OPERATION = "_op"
 _QUERY = "sql.streaming.queryId"
-_KEPT_WRITERS = 4
+_KEPT = 4
+"""Tables and writers that a process keeps for the next batch."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def stream_writer(options: SourceOptions, schema: StructType, overwrite: bool) -
 
 def _check(options: SourceOptions, schema: StructType) -> None:
     """Refuse on the driver what no task could store."""
-    shape = options.open()._base.snapshot().shape
+    shape = _table(options).snapshot().shape
     names = schema.fieldNames()
     if OPERATION not in names:
         check_from_spark(schema, shape.schema)
@@ -108,7 +109,7 @@ def _write(options: SourceOptions, batches: Iterator[pa.RecordBatch]) -> Sent:
     context = TaskContext.get()
     partition = context.partitionId() if context is not None else 0
     stream = context.getLocalProperty(_QUERY) if context is not None else None
-    task = Task(options.open()._base)
+    task = Task(_table(options))
     for batch in batches:
         task.add(_rows(batch, task.shape))
     return Sent(partition, stream, task.finish())
@@ -157,7 +158,7 @@ class BatchWriter(DataSourceArrowWriter):
         transaction = None
         if options.txn_app is not None and options.txn_number is not None:
             transaction = Transaction.named(options.txn_app, options.txn_number)
-        table = options.open()._base
+        table = _table(options)
         with _writer(table) as writer:  # and what went through the log is flushed at the end
             results = [one.rows for one in _in_order(messages)]
             commit_tasks(table, writer, results, transaction)
@@ -201,27 +202,47 @@ def _writer(table: BaseTable) -> TableWriter:
     return TableWriter(table, config, reclaim=True)
 
 
+# --- kept by a process ---------------------------------------------------------------------
+#
+# Spark uses its Python processes again, for the next task and the next batch.
+
 _Place = tuple[str, tuple[tuple[str, str], ...]]
-_kept: dict[_Place, tuple[BaseTable, TableWriter]] = {}
+_tables: dict[_Place, BaseTable] = {}
+_writers: dict[_Place, tuple[BaseTable, TableWriter]] = {}
+
+
+def _place(options: SourceOptions) -> _Place:
+    return options.uri, tuple(sorted(options.storage_options.items()))
+
+
+def _table(options: SourceOptions) -> BaseTable:
+    place = _place(options)
+    table = _tables.pop(place, None)
+    if table is None or not table.is_the_same():
+        table = options.open()._base  # which says what is wrong if there is none
+    _tables[place] = table
+    while len(_tables) > _KEPT:
+        _tables.pop(next(iter(_tables)))
+    return table
 
 
 def _kept_writer(options: SourceOptions) -> tuple[BaseTable, TableWriter]:
     """The writer of a stream, which the process that commits keeps from batch to batch."""
-    place = (options.uri, tuple(sorted(options.storage_options.items())))
-    table, writer = _kept.pop(place, (None, None))
-    if writer is not None and (writer.closed or writer.outdated):
+    table, place = _table(options), _place(options)
+    of, writer = _writers.pop(place, (None, None))
+    if writer is not None and of is not table:
+        writer.abandon()
+        writer = None
+    elif writer is not None and (writer.closed or writer.outdated):
         writer.close(flush=False)
         writer = None
-    if table is None or writer is None:
-        table = options.open()._base
-        writer = _writer(table)
-    _kept[place] = (table, writer)
-    while len(_kept) > _KEPT_WRITERS:
-        _kept.pop(next(iter(_kept)))[1].close(flush=False)
-    return table, writer
+    _writers[place] = (table, writer or _writer(table))
+    while len(_writers) > _KEPT:
+        _writers.pop(next(iter(_writers)))[1].close(flush=False)
+    return _writers[place]
 
 
 @atexit.register
 def _let_go() -> None:
-    while _kept:
-        _kept.popitem()[1][1].close(flush=False)
+    while _writers:
+        _writers.popitem()[1][1].close(flush=False)
