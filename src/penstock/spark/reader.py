@@ -28,6 +28,7 @@ from penstock.memwal.split_read import BATCH_ROWS, read_part
 from penstock.memwal.split_scan import plan_split
 from penstock.spark.convert import arrow_schema_for_spark, spark_schema, to_spark
 from penstock.spark.options import SourceOptions
+from penstock.spark.workers import calm
 
 _LEAST_ROWS = 32_768
 """Unless it is asked for, no task is started for fewer rows."""
@@ -106,6 +107,7 @@ class TableReader(DataSourceReader):
             raise InvalidInput("a schema without columns reads nothing; name at least one")
 
     def partitions(self) -> Sequence[InputPartition]:
+        calm()
         options = self._options
         table = options.base_table()
         stored = _table_schema(table, options.version)
@@ -130,6 +132,7 @@ class TableReader(DataSourceReader):
         part = partition.value
         if part is None:  # what Spark makes of no partitions at all
             return
+        calm()
         schema = self._arrow_schema()
         for batch in read_part(self._options.base_table(), part):
             for first in range(0, batch.num_rows, BATCH_ROWS):

@@ -20,7 +20,6 @@ which takes longer than a small piece if libraries are loaded; they are put out 
 
 from __future__ import annotations
 
-import gc
 import pickle
 import re
 import socket
@@ -55,6 +54,7 @@ from penstock.errors import (
     VersionNotFound,
 )
 from penstock.memwal.base_table import BaseTable
+from penstock.spark.workers import calm
 from penstock.storage.open import open_store
 from penstock.storage.seams import Seams
 
@@ -162,7 +162,7 @@ def _attempt(function: Callable[[Any], Any], attempts: int, item: bytes) -> byte
     number = context.attemptNumber() if context is not None else 0
     try:
         value = function(pickle.loads(item))
-        _put_libraries_aside()
+        calm()
         return pickle.dumps((None, value), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         if number + 1 < attempts and not isinstance(error, _FINAL):
@@ -184,12 +184,6 @@ def _sendable(error: Exception) -> Exception:
         error.add_note(f"in a Spark task on {socket.gethostname()}{because}")
     error.add_note(f"There:\n{told}")
     return error
-
-
-@lru_cache(maxsize=1)
-def _put_libraries_aside() -> None:
-    gc.collect()
-    gc.freeze()
 
 
 # --- on the driver -------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from penstock.memwal.table_writer import TableWriter
 from penstock.memwal.transactions import Transaction
 from penstock.spark.convert import check_from_spark, from_spark
 from penstock.spark.options import SourceOptions
+from penstock.spark.workers import calm
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -216,6 +217,7 @@ def _place(options: SourceOptions) -> _Place:
 
 
 def _table(options: SourceOptions) -> BaseTable:
+    calm()
     place = _place(options)
     table = _tables.pop(place, None)
     if table is None or not table.is_the_same():
@@ -244,5 +246,6 @@ def _kept_writer(options: SourceOptions) -> tuple[BaseTable, TableWriter]:
 
 @atexit.register
 def _let_go() -> None:
+    """Rows are in the log; there is nothing to do for them, and no thread to do it any more."""
     while _writers:
-        _writers.popitem()[1][1].close(flush=False)
+        _writers.popitem()[1][1].abandon()
