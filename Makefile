@@ -22,7 +22,7 @@ demo: setup ## stream documents with Spark, kill the driver half-way, count what
 	@.venv/bin/penstock demo
 
 test: setup ## all tests but the soak
-	@$(PYTEST) -q -n $(WORKERS) --dist loadfile --durations=10 --durations-min=1
+	@$(PYTEST) -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 check: setup ## lint, format, types, and the tests of docs, API and project; snippets: make test
 	@$(PYTHON_ENV) -m ruff check .

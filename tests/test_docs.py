@@ -58,10 +58,16 @@ def text_files() -> list[Path]:
 
 
 WITH_SNIPPETS = [path for path in MARKDOWN if any(python_lines(path.read_text()))]
+SLOW = {"docs/guide/spark-load.md", "docs/guide/spark-pipeline.md"}
+"""Each starts a Java and a dozen processes of Spark; one such page is enough for every day."""
+RUN = [
+    pytest.param(path, marks=pytest.mark.soak if relative(path) in SLOW else ())
+    for path in WITH_SNIPPETS
+]
 
 
 @pytest.mark.timeout(300)  # Spark alone takes a while to start
-@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=relative)
+@pytest.mark.parametrize("path", RUN, ids=relative)
 def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
     if "penstock.spark" in path.read_text():
         _need_java()

@@ -22,15 +22,21 @@ import penstock
 SCHEMA = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("value", pa.string())])
 STARTED_SECONDS = 120.0
 FINISHED_SECONDS = 600.0
+GROUPS = 4
+"""Keys come again after so many batches at the earliest."""
 
 
 def write_changes(directory: Path, files: int, rows_per_file: int, rng: random.Random) -> None:
-    """Changes as files; in those of one batch, whose rows have no order, each key comes once."""
+    """Changes as files; in those of one batch, whose rows have no order, each key comes once.
+
+    After a kill Spark may put the files of two batches into one, so neighbours share no key.
+    """
     directory.mkdir(parents=True)
-    keys = range(FILES_PER_BATCH * rows_per_file * 2)
+    batch_rows = FILES_PER_BATCH * rows_per_file
     written = 0
     for batch in range(files // FILES_PER_BATCH):
-        chosen = rng.sample(keys, FILES_PER_BATCH * rows_per_file)
+        keys = range(batch % GROUPS, GROUPS * (batch_rows + batch_rows // 4), GROUPS)
+        chosen = rng.sample(keys, batch_rows)
         for part in range(FILES_PER_BATCH):
             ids = chosen[part * rows_per_file : (part + 1) * rows_per_file]
             rows = [

@@ -70,9 +70,8 @@ def test_executors_that_fail_at_first_on_a_cluster_and_s3(tmp_path: Path, s3: S3
     story.check_clean()
 
 
-@pytest.mark.parametrize(
-    "where", ["commit_pieces", pytest.param("commit_compaction", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["commit_pieces", "commit_compaction"])
 def test_a_pipeline_that_is_killed_before_a_commit_is_continued(tmp_path: Path, where: str) -> None:
     story = Story(str(tmp_path / "lake")).indexed().unfold()
     story.table.maintain()
