@@ -177,6 +177,20 @@ def test_generations_of_others_are_newer_than_all_before_and_older_than_all_afte
     assert Counter((one["id"], one["value"]) for one in plain) == Counter(model.items())
 
 
+def test_clean_up_leaves_alone_what_may_still_be_entered(tmp_path: Path) -> None:
+    table = make(tmp_path, "id")
+    with writer_of(table) as writer:
+        for number in range(3):
+            send(writer, number)
+            writer.flush()
+        parts = stage(table, 3)
+        table.merge()
+        table.gc(retain_seconds=0)
+        check_staged(table._base, parts)
+        writer.enter_once(parts, Transaction.named("stream", 3))
+    assert found(table) == expected("id", [0, 1, 2, 3])
+
+
 def test_what_was_staged_and_cleaned_up_is_refused(tmp_path: Path) -> None:
     table = make(tmp_path, "id")
     parts = stage(table, 0)

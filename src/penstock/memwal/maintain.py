@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from penstock.errors import InvalidInput
 from penstock.memwal.base_table import BaseTable
@@ -55,9 +56,14 @@ class Job:
     """What is still due, if the budget ended before it was done."""
 
 
+JobT = TypeVar("JobT", bound=Job)
+
+
 @dataclass(frozen=True, slots=True)
-class MaintainReport:
-    jobs: tuple[Job, ...]
+class Round(Generic[JobT]):
+    """What the jobs of one round did, in their order."""
+
+    jobs: tuple[JobT, ...]
 
     @property
     def seconds(self) -> float:
@@ -67,12 +73,16 @@ class MaintainReport:
     def finished(self) -> bool:
         return not any(job.left for job in self.jobs)
 
-    def __getitem__(self, name: str) -> Job:
+    def __getitem__(self, name: str) -> JobT:
         for job in self.jobs:
             if job.name == name:
                 return job
         known = ", ".join(job.name for job in self.jobs)
-        raise InvalidInput(f"there is no job {name!r}; there are: {known}")
+        raise InvalidInput(f"there is no job {name!r} in this report; there are: {known}")
+
+
+class MaintainReport(Round[Job]):
+    __slots__ = ()
 
     def __str__(self) -> str:
         lines = []

@@ -46,7 +46,7 @@ from penstock.spark.create import (
     table_schema,
 )
 from penstock.spark.options import SourceOptions
-from penstock.spark.tasks import TablePlace
+from penstock.spark.workers import TablePlace
 from penstock.table import Table
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ from penstock.memwal.merge import (
 from penstock.memwal.sample import SampleShare, plan_sample, read_share
 from penstock.memwal.snapshots import build_snapshot, load_regions
 from penstock.spark import tasks
-from penstock.spark.tasks import TablePlace
+from penstock.spark.workers import TablePlace
 
 T = TypeVar("T")
 R = TypeVar("R")

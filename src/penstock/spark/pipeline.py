@@ -31,12 +31,13 @@ from rich.table import Table as RichTable
 from penstock.errors import InvalidInput, PenstockError
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.gc_limits import RETAIN_SECONDS
-from penstock.memwal.maintain import Budget
+from penstock.memwal.maintain import Budget, Job, Round
 from penstock.spark import jobs as work_of
 from penstock.spark import tasks
 from penstock.spark.jobs import Outcome, Tally, Work
 from penstock.spark.options import SourceOptions
-from penstock.spark.tasks import Cancelled, TablePlace
+from penstock.spark.tasks import Cancelled
+from penstock.spark.workers import TablePlace
 
 JOBS = ("merge", "index", "compact", "snapshot", "gc")
 INTERVAL_SECONDS = 30.0
@@ -48,40 +49,19 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class JobReport:
+class JobReport(Job):
     """What one job did."""
 
-    name: str
-    did: str
-    pieces: int
-    tasks: int
+    pieces: int = 0
+    tasks: int = 0
     """How many of the pieces were Spark tasks; the driver did the others."""
-    seconds: float
-    left: str = ""
-    """What is still due, if the budget ended before it was done."""
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineReport:
+class PipelineReport(Round[JobReport]):
     """What a run did; prints as a table."""
 
     table: str
-    jobs: tuple[JobReport, ...]
-
-    @property
-    def seconds(self) -> float:
-        return sum(job.seconds for job in self.jobs)
-
-    @property
-    def finished(self) -> bool:
-        return not any(job.left for job in self.jobs)
-
-    def __getitem__(self, name: str) -> JobReport:
-        for job in self.jobs:
-            if job.name == name:
-                return job
-        known = ", ".join(job.name for job in self.jobs)
-        raise InvalidInput(f"there is no job {name!r} in this report; there are: {known}")
 
     def __rich__(self) -> RichTable:
         table = RichTable(title=self.table, title_justify="left", box=SIMPLE_HEAD)
@@ -231,8 +211,8 @@ class Pipeline:
             )
             did, left = runners[name](one)
             seconds = (clock.monotonic_ms() - began_ms) / 1000
-            done.append(JobReport(name, did, tally.pieces, tally.tasks, seconds, left))
-        return PipelineReport(self.uri, tuple(done))
+            done.append(JobReport(name, did, seconds, left, tally.pieces, tally.tasks))
+        return PipelineReport(tuple(done), self.uri)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,9 @@ import re
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError
@@ -53,16 +52,12 @@ from penstock.errors import (
     TableNotFound,
     VersionNotFound,
 )
-from penstock.memwal.base_table import BaseTable
 from penstock.spark.workers import calm
-from penstock.storage.open import open_store
-from penstock.storage.seams import Seams
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _FINAL = (Corruption, InvalidInput, NotATable, StoreUnsupported, TableNotFound, VersionNotFound)
-_KEPT_TABLES = 4
 _POLL_SECONDS = 0.2
 _CLUSTER_FAILURES = "4"
 """What `spark.task.maxFailures` is unless set."""
@@ -75,28 +70,6 @@ _GROUP, _DESCRIPTION, _INTERRUPT = (
 
 class Cancelled(PenstockError):
     """The Spark job was cancelled; nothing of it was committed."""
-
-
-@dataclass(frozen=True, slots=True)
-class TablePlace:
-    """Where a table is: all that a task needs to open it."""
-
-    uri: str
-    storage_options: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, uri: str, storage_options: Mapping[str, str] | None) -> TablePlace:
-        return cls(uri, tuple(sorted((storage_options or {}).items())))
-
-    def base_table(self) -> BaseTable:
-        """The table; the same object each time within a process."""
-        return _opened(self)
-
-
-@lru_cache(maxsize=_KEPT_TABLES)
-def _opened(place: TablePlace) -> BaseTable:
-    options = dict(place.storage_options) or None
-    return BaseTable(open_store(place.uri, options), options, Seams())
 
 
 def run(

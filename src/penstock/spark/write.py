@@ -40,15 +40,13 @@ from penstock.memwal.table_writer import TableWriter
 from penstock.memwal.transactions import Transaction
 from penstock.spark.convert import check_from_spark, from_spark
 from penstock.spark.options import SourceOptions
-from penstock.spark.workers import calm
+from penstock.spark.workers import KEPT_TABLES, TablePlace, calm
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 OPERATION = "_op"
 _QUERY = "sql.streaming.queryId"
-_KEPT = 4
-"""Tables and writers that a process keeps for the next batch."""
 
 
 @dataclass(frozen=True)
@@ -204,28 +202,17 @@ def _writer(table: BaseTable) -> TableWriter:
 
 
 # --- kept by a process ---------------------------------------------------------------------
-#
-# Spark uses its Python processes again, for the next task and the next batch.
 
-_Place = tuple[str, tuple[tuple[str, str], ...]]
-_tables: dict[_Place, BaseTable] = {}
-_writers: dict[_Place, tuple[BaseTable, TableWriter]] = {}
+_writers: dict[TablePlace, tuple[BaseTable, TableWriter]] = {}
 
 
-def _place(options: SourceOptions) -> _Place:
-    return options.uri, tuple(sorted(options.storage_options.items()))
+def _place(options: SourceOptions) -> TablePlace:
+    return TablePlace.of(options.uri, options.storage_options)
 
 
 def _table(options: SourceOptions) -> BaseTable:
     calm()
-    place = _place(options)
-    table = _tables.pop(place, None)
-    if table is None or not table.is_the_same():
-        table = options.open()._base  # which says what is wrong if there is none
-    _tables[place] = table
-    while len(_tables) > _KEPT:
-        _tables.pop(next(iter(_tables)))
-    return table
+    return _place(options).base_table(lambda: options.open()._base)
 
 
 def _kept_writer(options: SourceOptions) -> tuple[BaseTable, TableWriter]:
@@ -239,7 +226,7 @@ def _kept_writer(options: SourceOptions) -> tuple[BaseTable, TableWriter]:
         writer.close(flush=False)
         writer = None
     _writers[place] = (table, writer or _writer(table))
-    while len(_writers) > _KEPT:
+    while len(_writers) > KEPT_TABLES:
         _writers.pop(next(iter(_writers)))[1].close(flush=False)
     return _writers[place]
 
