@@ -30,6 +30,10 @@ DESCRIPTION = "penstock"
 """Key of the meta under which our files say what they hold: `{"kind": …, "type": …}`."""
 
 
+class NotAnswered(InvalidInput):
+    """A question that the kind of index is not for."""
+
+
 class PackedIndex(ABC):
     kind: ClassVar[str]
 
@@ -144,8 +148,8 @@ class PackedIndex(ABC):
     def _value(self, op: str, value: Any) -> pa.Scalar:
         return self._values(op, [value.as_py() if isinstance(value, pa.Scalar) else value])[0]
 
-    def _cannot(self, op: str) -> InvalidInput:
-        return InvalidInput(f"a {self.kind} index of {self.value_type} does not answer {op!r}")
+    def _cannot(self, op: str) -> NotAnswered:
+        return NotAnswered(f"a {self.kind} index of {self.value_type} does not answer {op!r}")
 
 
 def everything(rows: int) -> BitMap:
