@@ -1,4 +1,5 @@
-"""A readable account of what is stored inside a table: a WAL entry, manifest, region, generation.
+"""A readable account of what is stored inside a table: a WAL entry, manifest, region, generation,
+a packed file.
 
 `inspect` looks at a location, finds out what it is, and returns plain data: dicts, lists, text and
 numbers, so that it prints as a tree and as JSON alike; of a whole table it returns an `Inspection`.
@@ -18,7 +19,7 @@ import lance
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.cli import locate
+from penstock.cli import locate, packed_file
 from penstock.errors import InvalidInput, NotATable, ObjectNotFound
 from penstock.index.bloom import BloomFilter
 from penstock.index.primary_key import PK_INDEX_DIRECTORY
@@ -38,9 +39,23 @@ _SHOWN_ITEMS = 8
 _SHOWN_CHARACTERS = 200
 
 
-def inspect(location: str, options: Mapping[str, str], rows: int) -> Report | Inspection:
-    """What is at `location`, with at most `rows` sample rows of a WAL entry or generation."""
+def inspect(
+    location: str,
+    options: Mapping[str, str],
+    rows: int,
+    *,
+    verify: bool = False,
+    key_file: str | None = None,
+) -> Report | Inspection:
+    """What is at `location`, with at most `rows` sample rows of a WAL entry or generation.
+
+    Of a packed file every entry is checked if `verify`, with keys from `key_file`.
+    """
     above, name = locate.split(location)
+    if name.endswith(packed_file.SUFFIX):
+        return packed_file.inspect_packed(location, options, verify=verify, key_file=key_file)
+    if verify or key_file is not None:
+        raise InvalidInput(f"--verify and --key-file are for packed files (….v3), not {location}")
     if name.endswith(".arrow"):
         return _wal_entry(above, name, options, rows)
     if name.endswith(".binpb"):
@@ -55,7 +70,8 @@ def inspect(location: str, options: Mapping[str, str], rows: int) -> Report | In
         return inspect_table(locate.base_table(store, options))
     raise InvalidInput(
         f"{location} is nothing that can be inspected; give a WAL entry (wal/….arrow), a region "
-        "manifest (manifest/….binpb), a region (_mem_wal/<uuid>), a generation or a table"
+        "manifest (manifest/….binpb), a region (_mem_wal/<uuid>), a generation, a packed file "
+        "(….v3) or a table"
     )
 
 

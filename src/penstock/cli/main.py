@@ -195,15 +195,30 @@ def status(
 @app.command()
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="A WAL entry, region manifest, region, generation or table.")
+        str,
+        typer.Argument(
+            help="A WAL entry, region manifest, region, generation, packed file or table."
+        ),
     ],
     rows: Annotated[int, typer.Option(min=0, max=1000, help="Sample rows to show.")] = 3,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read and check every entry of a packed file.")
+    ] = False,
+    key_file: Annotated[
+        str | None, typer.Option("--key-file", help="Keys for a packed file that is encrypted.")
+    ] = None,
     option: Options = None,
     as_json: Json = False,
 ) -> None:
     """Explain what is stored at a path, field by field."""
     with _reported():
-        report = inspection.inspect(path, locate.storage_options(option or []), rows)
+        report = inspection.inspect(
+            path,
+            locate.storage_options(option or []),
+            rows,
+            verify=verify,
+            key_file=key_file,
+        )
         if isinstance(report, Inspection):
             print(report.to_json() if as_json else report)
         elif as_json:
