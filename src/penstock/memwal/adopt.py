@@ -26,6 +26,7 @@ from lance.fragment import DataFile, FragmentMetadata
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.freshness import Mask
+from penstock.memwal.packed_indexes import carry_over
 from penstock.memwal.sources import GenerationSource, StaleView
 
 ADOPTED_ROWS = 10_000
@@ -97,6 +98,7 @@ def adopt(
     if len(dead_rows) > DEAD_SHARE * len(live) or len(live) - len(dead_rows) < ADOPTED_ROWS:
         return None
     path = _second_name(table, source, f"data/{file.path}")
+    carry_over(table, base, source.key, path)
     pairs = zip(file.fields, file.column_indices, strict=True)
     named = [(field, column) for field, column in pairs if field in columns]
     adopted = DataFile(

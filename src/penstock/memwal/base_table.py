@@ -31,6 +31,7 @@ from penstock.memwal import names
 from penstock.memwal.cache import FewCache
 from penstock.memwal.flush import FlushTarget, check_field_ids
 from penstock.memwal.index_details import MemWalIndexDetails
+from penstock.memwal.packed_specs import packed_specs
 from penstock.memwal.shape import TableShape
 from penstock.memwal.table_versions import (
     is_latest_version,
@@ -183,6 +184,7 @@ class BaseTable:
             data_storage_version=base.dataset.data_storage_version,
             index_specs=self.index_specs(base),
             seams=self.seams,
+            packed_specs=packed_specs(base.details),
         )
 
     def table_id(self) -> uuid.UUID:

@@ -51,6 +51,8 @@ from penstock.memwal.index_segments import (
     Segment,
     to_remove,
 )
+from penstock.memwal.packed_indexes import PackedBuild, build_packed, plan_packed
+from penstock.memwal.packed_specs import packed_specs
 from penstock.memwal.table_commit import commit_next
 from penstock.memwal.table_versions import version_exists
 
@@ -153,7 +155,12 @@ def build_indexes(table: BaseTable, names: Sequence[str] | None = None) -> Index
 
     Merges that go on meanwhile make another, smaller round of it, a bounded number of times.
     """
-    report = IndexReport()
+    declared = {spec.name for spec in packed_specs(table.snapshot().details)}
+    if names is not None and not isinstance(names, str):
+        packed, names = list(names), [name for name in names if name not in declared]
+    else:
+        packed = list(declared)
+    report = packed_report([build_packed(table, plan) for plan in plan_packed(table, packed)])
     skipped: set[str] = set()
     for _ in table.seams.attempts():
         plans = plan_index_builds(table, names)
@@ -164,6 +171,26 @@ def build_indexes(table: BaseTable, names: Sequence[str] | None = None) -> Index
         skipped.update(done.skipped)
         report += done
     return report
+
+
+def packed_report(builds: Sequence[PackedBuild]) -> IndexReport:
+    """What was built of packed indexes, which need no commit."""
+    by_name: dict[str, list[PackedBuild]] = {}
+    for build in builds:
+        if build.rows:
+            by_name.setdefault(build.name, []).append(build)
+    return IndexReport(
+        tuple(
+            IndexBuild(
+                name,
+                fragments=len(done),
+                rows=sum(build.rows for build in done),
+                segment=done[0].uid,
+                caught_up=True,
+            )
+            for name, done in by_name.items()
+        )
+    )
 
 
 def build_together(table: BaseTable, plans: Sequence[IndexPlan]) -> IndexReport:

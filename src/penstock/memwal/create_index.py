@@ -25,7 +25,6 @@ from lance.dataset import Index as LanceIndex
 
 from penstock.errors import CommitConflict, InvalidInput, PenstockError, VersionNotFound
 from penstock.index.base import (
-    SYSTEM_INDEX_PREFIX,
     IndexSpec,
     create_like,
     load_index_specs,
@@ -33,6 +32,13 @@ from penstock.index.base import (
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.index_choice import keep_serving
 from penstock.memwal.index_segments import to_remove
+from penstock.memwal.packed_indexes import (
+    PACKED_KINDS,
+    build_packed,
+    checked_name,
+    declare,
+    plan_packed,
+)
 from penstock.memwal.table_versions import version_exists
 
 VECTOR_KINDS = ("ivf_flat", "ivf_pq", "ivf_sq")
@@ -67,16 +73,16 @@ def create_index(
     build, and writes a segment that covers the version, for this to commit.
     """
     _check_column(table.snapshot(), column)
-    known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS])
+    if isinstance(kind, str) and kind.lower() in PACKED_KINDS:
+        chosen = declare(table, column, kind.lower(), name, options)
+        for plan in plan_packed(table, [chosen]):
+            build_packed(table, plan)
+        return chosen
+    known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS, *PACKED_KINDS])
     if not isinstance(kind, str) or kind.lower() not in (*VECTOR_KINDS, *SCALAR_KINDS):
         raise InvalidInput(f"unknown index kind {kind!r}; there are: {known}")
     kind = kind.lower()
-    chosen = f"{column}_idx" if name is None else name
-    if not isinstance(chosen, str) or not chosen or chosen.startswith(SYSTEM_INDEX_PREFIX):
-        raise InvalidInput(
-            f"{chosen!r} cannot name an index; names are not empty, and those that begin with "
-            f"{SYSTEM_INDEX_PREFIX!r} are Lance's own"
-        )
+    chosen = checked_name(column, name)
     _check_options(kind, options)
     models: dict[int, IndexSpec] = {}
     last: Exception | None = None

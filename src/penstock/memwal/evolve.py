@@ -35,6 +35,7 @@ from penstock.memwal import wire
 from penstock.memwal.base_table import BaseTable
 from penstock.memwal.flush import check_field_ids
 from penstock.memwal.index_details import MemWalIndexDetails
+from penstock.memwal.packed_specs import packed_specs
 from penstock.memwal.shape import TableShape, check_column_names
 from penstock.memwal.table_commit import commit_index
 
@@ -167,7 +168,7 @@ def drop_columns(table: BaseTable, names: str | Sequence[str]) -> int:
             before.refuse_key(name, "dropped")
             before.refuse_region_source(name, "dropped")
             ids = fields.inside(name)
-            _refuse_indexed(before.dataset, name, ids)
+            _refuse_indexed(before, name, ids)
             gone |= ids
         if set(before.names) <= set(chosen):
             raise InvalidInput("a table needs at least one column; drop_table removes it entirely")
@@ -197,13 +198,18 @@ def _check_free(before: _Version, name: str) -> None:
         raise InvalidInput(f"the table has a column {name!r} already: {', '.join(before.names)}")
 
 
-def _refuse_indexed(dataset: lance.LanceDataset, name: str, ids: set[int]) -> None:
-    for index in dataset.describe_indices():
-        if not index.name.startswith(SYSTEM_INDEX_PREFIX) and ids & set(index.fields):
-            raise InvalidInput(
-                f"column {name!r} has the index {index.name!r}; drop that before the column, with "
-                f'drop_index("{index.name}")'
-            )
+def _refuse_indexed(before: _Version, name: str, ids: set[int]) -> None:
+    indexed = [
+        index.name
+        for index in before.dataset.describe_indices()
+        if not index.name.startswith(SYSTEM_INDEX_PREFIX) and ids & set(index.fields)
+    ]
+    indexed += [spec.name for spec in packed_specs(before.details) if spec.field_id in ids]
+    if indexed:
+        raise InvalidInput(
+            f"column {name!r} has the index {indexed[0]!r}; drop that before the column, with "
+            f'drop_index("{indexed[0]}")'
+        )
 
 
 def computed_columns(table: BaseTable, columns: object) -> tuple[Any, dict[str, str]]:

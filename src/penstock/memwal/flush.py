@@ -27,6 +27,7 @@ from penstock.index.primary_key import key_array, newest_rows, one_chunk, write_
 from penstock.memwal import names
 from penstock.memwal.manifest import FlushedGeneration
 from penstock.memwal.memtable import MemTable
+from penstock.memwal.packed_specs import PackedSpec
 from penstock.memwal.shape import FIELD_ID
 from penstock.storage.objects import ObjectStore
 from penstock.storage.seams import Seams
@@ -45,6 +46,7 @@ class FlushTarget:
     data_storage_version: str
     index_specs: Sequence[IndexSpec]
     seams: Seams
+    packed_specs: Sequence[PackedSpec] = ()
 
 
 def flush_memtable(
@@ -68,6 +70,10 @@ def flush_memtable(
         target.store.put(f"{prefix}/{BLOOM_FILE}", bloom.to_bytes())
     for spec in target.index_specs:
         create_like(spec, dataset)
+    for packed in target.packed_specs:
+        name = memtable.shape.columns_by_id.get(packed.field_id)
+        if name is not None:
+            packed.write(target.store, packed.generation_key(prefix), rows.column(name))
     target.store.sync(prefix)
     return FlushedGeneration(
         generation=memtable.generation,

@@ -28,6 +28,7 @@ from penstock.memwal.gc_regions import Directory, Needs, RegionFiles, RegionPlan
 from penstock.memwal.gc_report import NO_VERSION_NAMES, Doomed, GcLine, lines_of
 from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.manifest import RegionManifest
+from penstock.memwal.packed_specs import packed_file, packed_specs
 from penstock.memwal.snapshots import SnapshotGone, external_of, read_snapshot
 from penstock.memwal.table_files import (
     FileSet,
@@ -136,6 +137,8 @@ class _Listed:
         """Files of the base, temporary ones too."""
         self.indexes: dict[str, Directory] = {}
         self.regions: dict[uuid.UUID, RegionFiles] = {}
+        self.packed: list[ObjectMeta] = []
+        """Packed indexes of the base's data files."""
         self.gaps: set[int] = set()
         self.unknown: set[str] = set()
         for meta in metas:
@@ -155,6 +158,8 @@ class _Listed:
                 self.gaps.add(int(last))
             elif is_clock_probe(meta.key):
                 self.files.append(meta)
+            elif packed_file(meta.key) is not None:
+                self.packed.append(meta)
             return True
         if top == "_refs":
             return True
@@ -278,6 +283,11 @@ class _Versions:
                         named.setdefault((region.region_id, listed.path), name)
         return Needs(newest, self._lagging(newest), young, named)
 
+    def packed_uids(self) -> set[str]:
+        """The packed indexes that a kept version declares."""
+        kept = (version.details for version in self._versions if version.details is not None)
+        return {spec.uid for details in kept for spec in packed_specs(details)}
+
     def _snapshot(self, inline: bytes, version: int) -> tuple[RegionManifest, ...] | None:
         where = f"the region snapshot of {self._table.uri} version {version}"
         try:
@@ -307,10 +317,12 @@ def _base_files(
     doomed: list[Doomed] = []
     kept: list[Doomed] = []
 
-    def judge(key: str, what: str, found: Directory, *, directory: bool) -> None:
-        if key in versions.needed:
+    def judge(
+        key: str, what: str, found: Directory, *, directory: bool, named: str | None = None
+    ) -> None:
+        if (named or key) in versions.needed:
             return
-        if key in versions.former:
+        if (named or key) in versions.former:
             fate, why = doomed, "only versions that are gone named them"
         elif is_older(found.modified_ms, limits.orphan_seconds, now_ms):
             fate, why = doomed, NO_VERSION_NAMES
@@ -328,6 +340,16 @@ def _base_files(
         judge(meta.key, what, single, directory=False)
     for name, found in sorted(listed.indexes.items()):
         judge(f"_indices/{name}", _KINDS["_indices"], found, directory=True)
+    declared = versions.packed_uids()
+    for meta in listed.packed:
+        belongs = packed_file(meta.key)
+        assert belongs is not None
+        uid, data_file = belongs
+        single = Directory()
+        single.add(meta)
+        # A declaration that is gone takes its files along, like data files of which they tell.
+        named = data_file if uid in declared else meta.key
+        judge(meta.key, "packed indexes", single, directory=False, named=named)
     return doomed, kept
 
 

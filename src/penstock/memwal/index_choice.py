@@ -20,6 +20,8 @@ from penstock.errors import CommitConflict, InvalidInput
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.index_details import MemWalIndexDetails
 from penstock.memwal.index_segments import BaseIndexes, is_searched, to_remove
+from penstock.memwal.packed_indexes import withdraw
+from penstock.memwal.packed_specs import packed_specs
 from penstock.memwal.table_commit import commit_details, commit_next
 
 _CHOICE = "penstock.index."
@@ -45,25 +47,27 @@ def use_index(table: BaseTable, name: str) -> None:
     base = table.snapshot()
     indexes = BaseIndexes.of(base.dataset)
     found = indexes.by_name.get(name)
+    if found is None and name not in (spec.name for spec in packed_specs(base.details)):
+        raise _unknown(table, base, name, indexes)
     if found is None:
-        raise _unknown(table, name, indexes)
+        raise _for_filters(table, name)
     (field_id,) = found.fields
     if name not in _searched(base, field_id):
-        raise InvalidInput(
-            f"index {name!r} of {table.uri} is for filters, which use any index there is; "
-            "only vector and full-text indexes are chosen"
-        )
+        raise _for_filters(table, name)
     _choose(table, field_id, name)
 
 
 def drop_index(table: BaseTable, name: str) -> int:
     """Take an index away; returns the version without it. Its files are left to clean-up."""
+    withdrawn = withdraw(table, name)
+    if withdrawn is not None:
+        return withdrawn
     for _ in table.seams.races():
         base = table.snapshot()
         indexes = BaseIndexes.of(base.dataset)
         found = indexes.by_name.get(name)
         if found is None:
-            raise _unknown(table, name, indexes)
+            raise _unknown(table, base, name, indexes)
         removed = [to_remove(name, segment.uuid) for segment in found.segments]
         defaults = base.details.writer_config_defaults
         kept = {
@@ -86,8 +90,16 @@ def drop_index(table: BaseTable, name: str) -> int:
     )
 
 
-def _unknown(table: BaseTable, name: str, indexes: BaseIndexes) -> InvalidInput:
-    there = ", ".join(indexes.by_name) or "none"
+def _for_filters(table: BaseTable, name: str) -> InvalidInput:
+    return InvalidInput(
+        f"index {name!r} of {table.uri} is for filters, which use any index there is; "
+        "only vector and full-text indexes are chosen"
+    )
+
+
+def _unknown(table: BaseTable, base: BaseSnapshot, name: str, indexes: BaseIndexes) -> InvalidInput:
+    packed = [spec.name for spec in packed_specs(base.details)]
+    there = ", ".join([*indexes.by_name, *packed]) or "none"
     return InvalidInput(f"{table.uri} has no index {name!r}; there are: {there}")
 
 

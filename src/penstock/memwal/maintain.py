@@ -23,6 +23,7 @@ from penstock.memwal.build_indexes import (
     IndexPlan,
     IndexReport,
     build_together,
+    packed_report,
     plan_index_builds,
 )
 from penstock.memwal.compact import compact_one, plan_compaction
@@ -30,6 +31,7 @@ from penstock.memwal.compact_fit import CompactionReport
 from penstock.memwal.gc import collect
 from penstock.memwal.gc_limits import RETAIN_SECONDS
 from penstock.memwal.merge import MERGE_ROWS, MergeReport, merge_piece, plan_merges
+from penstock.memwal.packed_indexes import PackedBuild, build_packed, plan_packed
 from penstock.memwal.snapshots import build_snapshot
 
 INDEX_ROWS = 10_000
@@ -180,7 +182,15 @@ def describe_merge(report: MergeReport) -> str:
 
 
 def _index(table: BaseTable, budget: Budget, tell: Progress) -> tuple[str, str]:
-    report = IndexReport()
+    packed: list[PackedBuild] = []
+    lacking = plan_packed(table)
+    for number, one in enumerate(lacking):
+        if budget.is_spent:
+            names = sorted({plan.spec.name for plan in lacking[number:]})
+            return str(packed_report(packed)), ", ".join(names)
+        packed.append(build_packed(table, one))
+        tell("index", number + 1, len(lacking))
+    report = packed_report(packed)
     skipped: set[str] = set()
     for _ in range(ROUNDS):
         plans, few = due_builds(table, skipped)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,11 +19,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.index.primary_key import key_array
-from penstock.memwal.sources import BaseSource, Source, chosen_rows
+from penstock.memwal.sources import (
+    BaseSource,
+    GenerationSource,
+    MemTableSource,
+    Scanned,
+    Source,
+    chosen_rows,
+)
 from penstock.storage.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
     from penstock.memwal.filters import Filter
+    from penstock.memwal.packed_reads import PackedLookup
     from penstock.memwal.view import View
 
 
@@ -113,9 +122,15 @@ class ScanExec(Node[Chunk]):
     """Reads one source, with the filter and the projection pushed into it."""
 
     def __init__(
-        self, view: View, source: Source, columns: Sequence[str], where: Filter | None
+        self,
+        view: View,
+        source: Source,
+        columns: Sequence[str],
+        where: Filter | None,
+        lookup: PackedLookup | None = None,
     ) -> None:
         super().__init__()
+        self._lookup = None if isinstance(source, MemTableSource) else lookup
         self._view = view
         self._source = source
         self._columns = list(columns)
@@ -123,11 +138,21 @@ class ScanExec(Node[Chunk]):
 
     def describe(self) -> str:
         condition = self._where.sql if self._where is not None else ""
-        return f"ScanExec: {self._source.label}, filter=[{condition}]"
+        packed = "" if self._lookup is None else f", packed=[{self._lookup.label}]"
+        return f"ScanExec: {self._source.label}, filter=[{condition}]{packed}"
 
     def _stream(self) -> Iterator[Chunk]:
-        for rows, numbers, dead in self._source.scan(self._view.shape, self._columns, self._where):
+        for rows, numbers, dead in self._scan():
             yield Chunk(rows, self._source, numbers, dead)
+
+    def _scan(self) -> Iterator[Scanned]:
+        source, lookup, shape = self._source, self._lookup, self._view.shape
+        if lookup is not None and isinstance(source, BaseSource):
+            return lookup.scan_base(self._columns, numbered=source.numbered)
+        if lookup is not None and isinstance(source, GenerationSource):
+            picked = partial(lookup.rows_of_generation, source)
+            return source.scan(shape, self._columns, self._where, picked=picked)
+        return source.scan(shape, self._columns, self._where)
 
 
 class UnionExec(Node[P]):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from penstock.errors import InvalidInput
+from penstock.memwal.packed_specs import packed_specs
 from penstock.memwal.plan import (
     Chunk,
     DeduplicateExec,
@@ -28,6 +29,7 @@ from penstock.memwal.view import View
 
 if TYPE_CHECKING:
     from penstock.memwal.filters import Filter
+    from penstock.memwal.packed_reads import PackedLookup
 
 READ_AHEAD_BYTES = 256 << 20
 
@@ -98,7 +100,10 @@ def plan_scan(
     if compared:
         needed += [name for name in view.shape.key_columns if name not in columns]
     base = BaseSource(view.base.dataset, numbered=keyed and not compared)
-    scans = [ScanExec(view, source, needed, where) for source in (*reversed(view.sources), base)]
+    lookup = _lookup(view, where)
+    scans = [
+        ScanExec(view, source, needed, where, lookup) for source in (*reversed(view.sources), base)
+    ]
     plan: Node[Chunk] = UnionExec(*scans) if len(scans) > 1 else scans[0]
     if view.sources:
         plan = DeduplicateExec(view, plan)
@@ -107,6 +112,15 @@ def plan_scan(
     if limit is not None or offset:
         plan = GlobalLimitExec(limit, offset, plan)
     return plan
+
+
+def _lookup(view: View, where: Filter | None) -> PackedLookup | None:
+    if where is None or not packed_specs(view.base.details):
+        return None
+    # Only here, so that tables without packed indexes do not wait for what reads them.
+    from penstock.memwal.packed_reads import PackedLookup
+
+    return PackedLookup.of(view, where)
 
 
 def count_view(view: View, where: Filter | None = None) -> int:

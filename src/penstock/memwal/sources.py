@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyroaring import BitMap
 
 from penstock.errors import Corruption, ObjectNotFound, PenstockError
 from penstock.index.bloom import BloomFilter
@@ -200,15 +201,23 @@ class GenerationSource:
         where: Filter | None,
         *,
         buffer_bytes: int | None = None,
+        picked: Callable[[], BitMap | None] | None = None,
     ) -> Iterator[Scanned]:
         """Rows that match, tombstones among them.
 
         A generation that is small enough is read once, column by column, and then kept. With
-        `buffer_bytes` it is not kept, and about so much of it is in memory at a time.
+        `buffer_bytes` it is not kept, and about so much of it is in memory at a time. `picked`
+        may know which rows are the only ones that can match.
         """
         needed = list(columns)
         if where is not None:
             needed += [name for name in where.columns if name not in needed]
+        if where is not None and picked is not None and not self._has_columns(needed):
+            chosen = picked()
+            if chosen is not None:
+                self._takes += 1
+                yield from self._scan_picked(chosen, needed, columns, where)
+                return
         kept = None if buffer_bytes else self._kept_columns(shape, needed)
         if kept is not None:
             yield from self._scan_kept(kept, columns, where)
@@ -284,6 +293,30 @@ class GenerationSource:
             for name in missing:
                 self._columns[name] = rows.column(name)
         return pa.table({name: self._columns[name] for name in (*needed, TOMBSTONE)})
+
+    def _has_columns(self, needed: Sequence[str]) -> bool:
+        """Whether they are in memory, or better be read into it by now."""
+        if all(name in self._columns for name in needed):
+            return True
+        return self._rows <= _KEPT_ROWS and self._takes >= _TAKES_BEFORE_KEPT
+
+    def _scan_picked(
+        self, rows: BitMap, needed: Sequence[str], columns: Sequence[str], where: Filter
+    ) -> Iterator[Scanned]:
+        if not rows:
+            return
+        listed = ",".join(map(str, rows))  # addresses, as there is one fragment, number 0
+        found = self.guarded(
+            lambda: self.dataset.scanner(
+                columns=[*needed, TOMBSTONE],
+                filter=f"{ROW_ADDRESS} IN ({listed})",
+                with_row_address=True,
+            ).to_table()
+        )
+        for batch in found.to_batches():
+            numbers = offsets_of(batch.column(ROW_ADDRESS).to_numpy())
+            dead = np.asarray(batch.column(TOMBSTONE))
+            yield from _matching(batch, numbers, dead, columns, where)
 
     def _scan_kept(
         self, kept: pa.Table, columns: Sequence[str], where: Filter | None
@@ -367,14 +400,14 @@ class BaseSource:
 
     def __init__(self, dataset: lance.LanceDataset, *, numbered: bool) -> None:
         self.dataset = dataset
-        self._numbered = numbered
+        self.numbered = numbered
 
     def scan(
         self, shape: TableShape, columns: Sequence[str], where: Filter | None
     ) -> Iterator[Scanned]:
         """Rows that match, with their row ids if somebody asks for them."""
         # A scan of no columns at all needs one to know how many rows there are.
-        numbered = self._numbered or not columns
+        numbered = self.numbered or not columns
         scanner = self.dataset.scanner(
             columns=list(columns),
             filter=where.sql if where is not None else None,

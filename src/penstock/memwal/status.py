@@ -14,6 +14,7 @@ from penstock.memwal import tabular
 from penstock.memwal.base_parts import FragmentPart, read_fragments, read_indexes
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.manifest import RegionManifest
+from penstock.memwal.packed_specs import packed_specs
 from penstock.memwal.region_parts import each, first_unflushed_ms, generation_written_ms
 from penstock.memwal.regions import load_manifests
 from penstock.memwal.table_versions import list_versions
@@ -157,7 +158,10 @@ def table_status(table: BaseTable) -> TableStatus:
         version=base.version,
         base_rows=sum(fragment.rows for fragment in fragments),
         region_specs=len(details.region_specs),
-        indexes=tuple(spec.name for spec in table.index_specs(base)),
+        indexes=(
+            *(spec.name for spec in table.index_specs(base)),
+            *(packed.name for packed in packed_specs(details)),
+        ),
         regions=tuple(sorted(regions, key=lambda r: (r.region_spec_id, str(r.region_id)))),
         index_lag=tuple(
             IndexState(part.name, part.covered_rows, part.uncovered_rows, len(part.segments))

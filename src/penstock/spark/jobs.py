@@ -42,6 +42,7 @@ from penstock.memwal.build_indexes import (
     build_together,
     built_as,
     commit_or_remove,
+    packed_report,
 )
 from penstock.memwal.compact import commit_compaction, compact_piece, plan_compaction
 from penstock.memwal.compact_fit import Compacted, CompactionPiece, CompactionReport
@@ -68,6 +69,7 @@ from penstock.memwal.merge import (
     merge_piece,
     plan_merges,
 )
+from penstock.memwal.packed_indexes import PACKED_KINDS, build_packed, declare, plan_packed
 from penstock.memwal.sample import SampleShare, plan_sample, read_share
 from penstock.memwal.snapshots import build_snapshot, load_regions
 from penstock.spark import tasks
@@ -234,7 +236,7 @@ def _waves(
 
 
 def index(work: Work) -> Outcome:
-    report = IndexReport()
+    report = _build_packed(work)
     skipped: set[str] = set()
     for _ in range(ROUNDS):
         plans, few = due_builds(work.table, skipped)
@@ -250,6 +252,17 @@ def index(work: Work) -> Outcome:
         skipped.update(done.skipped)
         report += done
     return str(report), ", ".join(report.behind)
+
+
+def _build_packed(work: Work) -> IndexReport:
+    """Write the packed indexes that data files lack, a file a task."""
+    plans = plan_packed(work.table)
+    if not plans or work.budget.is_spent:
+        return IndexReport()
+    rows = sum(plan.rows for plan in plans)
+    said = f"{_count(len(plans), 'packed file')}, {_count(rows, 'row')}"
+    built = work.each(build_packed, plans, "index", said, small=rows < DRIVER_ROWS)
+    return packed_report(built)
 
 
 def _build(work: Work, plans: Sequence[IndexPlan]) -> IndexReport:
@@ -290,6 +303,10 @@ def create_index(
     work: Work, column: str, kind: str, *, name: str | None, live: Any, options: dict[str, Any]
 ) -> str:
     """Create an index: its model trained on a sample that tasks read, its parts built by tasks."""
+    if isinstance(kind, str) and kind.lower() in PACKED_KINDS:
+        chosen = declare(work.table, column, kind.lower(), name, options)
+        _build_packed(work)
+        return chosen
     small = work.table.snapshot().rows < DRIVER_ROWS
     return index_creation.create_index(
         work.table,

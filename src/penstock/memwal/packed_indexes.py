@@ -1,0 +1,199 @@
+"""Packed scalar indexes on a table's columns: what is declared, and one file per data file.
+
+    create_index("tenant", "packed_hybrid")  ->  a line in the MemWAL index's configuration
+    flush                                    ->  {generation}/_packed/{uid}.v3
+    build_indexes                            ->  _penstock/packed/{uid}/{data file}.v3
+
+A data file never changes, so neither does what its packed index says: rows are numbered as they
+lie in the file, deleted ones too, and any version of the table that has the data file can use it.
+A file that is missing costs time and nothing else: those rows are scanned. So files are written
+without a commit, whoever writes one twice writes the same, and clean-up may take them any time.
+
+When a merge adopts a generation's data file, the index goes with it (`carry_over`).
+
+Lance knows nothing of these indexes and does not need to. The declaration is part of a version
+like everything in the MemWAL index; each declaration has an id of its own (`uid`), so a name that
+is dropped and used again never meets files of its former self.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.errors import InvalidInput, ObjectNotFound, StorageError, VersionNotFound
+from penstock.index.base import SYSTEM_INDEX_PREFIX
+from penstock.memwal.base_table import BaseSnapshot, BaseTable
+from penstock.memwal.index_details import MemWalIndexDetails
+from penstock.memwal.packed_specs import (
+    DECLARED,
+    DIRECTORY,
+    PackedSpec,
+    column_file,
+    packed_specs,
+)
+from penstock.memwal.table_commit import commit_details, commit_index
+
+PACKED_KINDS = (
+    "packed_hybrid",
+    "packed_stlsort",
+    "packed_bitmap",
+    "packed_marisa",
+    "packed_inverted",
+    "packed_ngram",
+)
+
+
+# --- declaring -----------------------------------------------------------------------------
+
+
+def checked_name(column: str, name: str | None) -> str:
+    """The name of an index on a column, if it may have that."""
+    chosen = f"{column}_idx" if name is None else name
+    if not isinstance(chosen, str) or not chosen or chosen.startswith(SYSTEM_INDEX_PREFIX):
+        raise InvalidInput(
+            f"{chosen!r} cannot name an index; names are not empty, and those that begin with "
+            f"{SYSTEM_INDEX_PREFIX!r} are Lance's own"
+        )
+    return chosen
+
+
+def declare(
+    table: BaseTable, column: str, kind: str, name: str | None, options: Mapping[str, Any]
+) -> str:
+    """Declare an index, which the base table's files get when they are built; returns its name."""
+    chosen = checked_name(column, name)
+    inner = kind.removeprefix("packed_")
+
+    def change(details: MemWalIndexDetails | None) -> MemWalIndexDetails:
+        assert details is not None
+        base = table.snapshot()
+        if column not in base.shape.schema.names:
+            there = ", ".join(base.shape.schema.names)
+            raise InvalidInput(f"no column {column!r}; the table has {there}")
+        if chosen in _all_names(base):
+            raise InvalidInput(
+                f"{table.uri} has an index {chosen!r}; drop it first, or give another name"
+            )
+        from penstock.packed import build_index
+
+        # An empty one tells whether the kind takes the column's type, and these options.
+        build_index(inner, pa.array([], base.shape.schema.field(column).type), **options)
+        said = {
+            "field_id": base.shape.field_ids[column],
+            "kind": inner,
+            "uid": table.seams.entropy.uuid4().hex,
+            "options": dict(options),
+        }
+        try:
+            text = json.dumps(said, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"options of {chosen!r} must be plain values: {error}") from error
+        return _with_defaults(details, {DECLARED + chosen: text})
+
+    commit_details(table.store, table.storage_options, change, table.seams)
+    return chosen
+
+
+def withdraw(table: BaseTable, name: str) -> int | None:
+    """Take a declaration back; returns the version without it, None if there is none."""
+    if name not in (spec.name for spec in packed_specs(table.snapshot().details)):
+        return None
+
+    def change(details: MemWalIndexDetails | None) -> MemWalIndexDetails | None:
+        assert details is not None
+        if DECLARED + name not in details.writer_config_defaults:
+            return None
+        return _with_defaults(details, {DECLARED + name: None})
+
+    return commit_index(table.store, table.storage_options, change, table.seams)[1]
+
+
+def _with_defaults(
+    details: MemWalIndexDetails, changes: Mapping[str, str | None]
+) -> MemWalIndexDetails:
+    merged = {**details.writer_config_defaults, **changes}
+    kept = {key: value for key, value in merged.items() if value is not None}
+    return replace(details, writer_config_defaults=kept)
+
+
+def _all_names(base: BaseSnapshot) -> set[str]:
+    lance_names = {index.name for index in base.dataset.describe_indices()}
+    return lance_names | {spec.name for spec in packed_specs(base.details)}
+
+
+# --- building ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """One file to write: an index of one data file of the base."""
+
+    spec: PackedSpec
+    version: int
+    fragment_id: int
+    data_file: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBuild:
+    name: str
+    uid: str
+    rows: int
+    size_bytes: int
+
+
+def plan_packed(table: BaseTable, only: Sequence[str] | None = None) -> list[PackedPlan]:
+    """The data files of the newest version that lack an index they should have."""
+    base = table.snapshot()
+    plans = []
+    for spec in packed_specs(base.details):
+        if (only is not None and spec.name not in only) or _column_of(base, spec) is None:
+            continue
+        there = {meta.key for meta in table.store.list(f"{DIRECTORY}/{spec.uid}")}
+        for fragment in base.dataset.get_fragments():
+            file = column_file(fragment.metadata, spec.field_id)
+            if file is not None and spec.key(file) not in there:
+                rows = fragment.physical_rows
+                plans.append(PackedPlan(spec, base.version, fragment.fragment_id, file, rows))
+    return plans
+
+
+def build_packed(table: BaseTable, plan: PackedPlan) -> PackedBuild:
+    """Write one file, which counts from the moment it is there; nothing if its version is gone."""
+    try:
+        base = table.snapshot(plan.version)
+    except VersionNotFound:
+        return PackedBuild(plan.spec.name, plan.spec.uid, 0, 0)
+    column = _column_of(base, plan.spec)
+    fragment = base.dataset.get_fragment(plan.fragment_id)
+    if column is None or fragment is None:
+        return PackedBuild(plan.spec.name, plan.spec.uid, 0, 0)
+    rows = fragment.scanner(
+        columns=[column], with_row_id=True, include_deleted_rows=True
+    ).to_table()
+    if rows.num_rows != plan.rows:
+        raise StorageError(
+            f"{table.uri}: {plan.data_file} should have {plan.rows} rows and has {rows.num_rows}; "
+            "run doctor() to see what is wrong with the table"
+        )
+    size_bytes = plan.spec.write(table.store, plan.spec.key(plan.data_file), rows.column(column))
+    return PackedBuild(plan.spec.name, plan.spec.uid, rows.num_rows, size_bytes)
+
+
+def carry_over(table: BaseTable, base: BaseSnapshot, generation: str, data_file: str) -> None:
+    """Give an adopted data file the indexes that its generation has."""
+    for spec in packed_specs(base.details):
+        try:
+            table.store.copy(spec.generation_key(generation), spec.key(data_file))
+        except ObjectNotFound:
+            continue  # flushed before the index was declared: built with the others
+
+
+def _column_of(base: BaseSnapshot, spec: PackedSpec) -> str | None:
+    return base.shape.columns_by_id.get(spec.field_id)
