@@ -43,6 +43,11 @@ class S3Server:
     def uri(self, name: str = "place") -> str:
         return f"s3://{self.bucket}/{name}-{next(self._names)}"
 
+    def unfinished_uploads(self) -> int:
+        """How many multipart uploads were begun in the bucket and neither completed nor aborted."""
+        with urllib.request.urlopen(f"{self.endpoint}/{self.bucket}?uploads", timeout=30) as answer:
+            return int(answer.read().count(b"<Upload>"))
+
     def start(self, log: Path) -> S3Server:
         self.port = _free_port()
         environment = os.environ | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from penstock.errors import (
     ObjectNotFound,
     PreconditionFailed,
     StorageError,
+    WriterClosed,
 )
 from penstock.storage.clock import SystemClock
 from penstock.storage.entropy import SeededEntropy
@@ -27,6 +29,7 @@ from penstock.storage.faults import FaultStore
 from penstock.storage.local import LocalStore
 from penstock.storage.objects import ObjectStore, check_key
 from penstock.storage.open import open_store
+from penstock.storage.streams import PART_BYTES
 
 
 @pytest.fixture(params=["plain", "behind faults"])
@@ -62,6 +65,18 @@ def test_a_range_past_the_end_is_an_error_never_a_short_answer(store: ObjectStor
         store.get_range("short", -1, 2)
 
 
+def test_the_tail_comes_with_the_size(store: ObjectStore) -> None:
+    store.put("a/b", b"12345")
+    store.put("empty", b"")
+    for length, data in ((2, b"45"), (5, b"12345"), (9, b"12345"), (0, b"")):
+        tail = store.get_tail("a/b", length)
+        assert (bytes(tail.data), tail.size_bytes) == (data, 5)
+    tail = store.get_tail("empty", 4)
+    assert (bytes(tail.data), tail.size_bytes) == (b"", 0)
+    with pytest.raises(InvalidInput):
+        store.get_tail("a/b", -1)
+
+
 def test_a_missing_object_is_not_found_and_may_be_deleted(store: ObjectStore) -> None:
     store.put("a/b", b"1")
     for key in ("a", "b", "a/b/c", "x/y"):
@@ -71,6 +86,8 @@ def test_a_missing_object_is_not_found_and_may_be_deleted(store: ObjectStore) ->
             store.head(key)
         with pytest.raises(ObjectNotFound, match=key):
             store.get_range(key, 0, 1)
+        with pytest.raises(ObjectNotFound, match=key):
+            store.get_tail(key, 1)
         store.delete(key)
     assert [meta.key for meta in store.list()] == ["a/b"]
 
@@ -122,6 +139,52 @@ def test_put_if_match_needs_the_version_that_is_there(store: ObjectStore) -> Non
         store.put_if_match("manifest", b"lost update", first)
     assert store.put_if_match("manifest", b"3", second) == store.get("manifest").etag
     assert bytes(store.get("manifest").data) == b"3"
+
+
+def test_a_stream_is_visible_only_when_it_is_committed(store: ObjectStore) -> None:
+    store.put("a/b", b"old")
+    for sizes in ((), (3,), (PART_BYTES,), (PART_BYTES - 1, 2, 300_000), (2 * PART_BYTES + 7,)):
+        reused = bytearray(max(sizes, default=0))
+        written = hashlib.sha256()
+        with store.open_writer("a/b") as writer:
+            for n, size in enumerate(sizes):
+                view = memoryview(reused)[:size]
+                view[:] = bytes([n + 1]) * size
+                written.update(view)
+                writer.write(view)
+                # What was written must not change with the buffer it came in.
+                view[:] = bytes(size)
+            assert bytes(store.get("a/b").data) == b"old"
+            assert [meta.key for meta in store.list()] == ["a/b"]
+            writer.commit()
+            writer.commit()
+            writer.abort()
+        assert hashlib.sha256(store.get("a/b").data).digest() == written.digest()
+        with pytest.raises(WriterClosed):
+            writer.write(b"more")
+        store.put("a/b", b"old")
+
+
+def test_a_stream_that_is_not_committed_leaves_nothing(store: ObjectStore) -> None:
+    for size in (0, 10, PART_BYTES + 1, 3 * PART_BYTES):
+        with store.open_writer("x/y") as writer:
+            writer.write(bytes(size))
+        with pytest.raises(WriterClosed, match="x/y"):
+            writer.commit()
+        writer.abort()
+
+        def interrupted(size: int = size) -> None:
+            with store.open_writer("x/y") as writer:
+                writer.write(bytes(size))
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            interrupted()
+    assert not store.exists("x/y")
+    assert not list(store.list())
+    for wrong in (-1, 6 << 40):
+        with pytest.raises(InvalidInput, match="no size"):
+            store.open_writer("x/y", expected_bytes=wrong)
 
 
 def test_a_copy_is_young_and_outlives_what_it_was_made_of(store: ObjectStore) -> None:
@@ -216,6 +279,8 @@ def test_a_bad_key_is_refused_by_every_operation(store: ObjectStore, key: str) -
     for pair in ((key, "fine"), ("fine", key)):
         with pytest.raises(InvalidInput, match="cannot name an object"):
             store.copy(*pair)
+    with pytest.raises(InvalidInput, match="cannot name an object"):
+        store.open_writer(key)
     for put in (store.put, store.put_if_absent):
         with pytest.raises(InvalidInput, match="cannot name an object"):
             put(key, b"")

@@ -17,6 +17,7 @@ from penstock.errors import (
     ObjectNotFound,
     PreconditionFailed,
     StorageError,
+    WriterClosed,
 )
 from penstock.storage.clock import SimulatedClock
 from penstock.storage.entropy import SeededEntropy
@@ -216,10 +217,13 @@ def test_a_process_dies_at_the_durable_step_it_was_told_to(
 
 
 def test_every_call_of_the_seam_can_fail(store: FaultStore) -> None:
+    opened = [store.open_writer("a"), store.open_writer("b")]
+    store.reset_log()
     store.inject(Fault.FAIL_BEFORE)
     calls = {
         "get": lambda: store.get("a"),
         "get_range": lambda: store.get_range("a", 0, 1),
+        "get_tail": lambda: store.get_tail("a", 1),
         "head": lambda: store.head("a"),
         "exists": lambda: store.exists("a"),
         "list": lambda: list(store.list()),
@@ -227,6 +231,9 @@ def test_every_call_of_the_seam_can_fail(store: FaultStore) -> None:
         "put": lambda: store.put("a", b""),
         "put_if_absent": lambda: store.put_if_absent("a", b""),
         "put_if_match": lambda: store.put_if_match("a", b"", "etag"),
+        "open_writer": lambda: store.open_writer("a"),
+        "write": lambda: opened[0].write(b""),
+        "commit": lambda: opened[1].commit(),
         "copy": lambda: store.copy("a", "b"),
         "delete": lambda: store.delete("a"),
         "delete_prefix": lambda: store.delete_prefix("a"),
@@ -237,3 +244,24 @@ def test_every_call_of_the_seam_can_fail(store: FaultStore) -> None:
         with pytest.raises(StorageError, match="injected"):
             call()
     assert store.counts == dict.fromkeys(calls, 1)
+    store.clear()
+    for writer in opened:
+        with pytest.raises(WriterClosed):
+            writer.commit()
+    assert not list(store.list())
+
+
+def test_a_stream_fails_in_its_middle_or_at_its_end(store: FaultStore) -> None:
+    store.inject(Fault.FAIL_BEFORE, op="write", key="middle", nth=2)
+    store.inject(Fault.FAIL_AFTER, op="commit", key="end")
+    for key, committed in (("middle", False), ("end", True), ("fine", True)):
+        try:
+            with store.open_writer(key) as writer:
+                for part in (b"a", b"b", b"c"):
+                    writer.write(part)
+                writer.commit()
+        except StorageError:
+            assert key != "fine"
+        assert store.exists(key) == committed
+    with pytest.raises(InvalidInput, match="cannot befall"):
+        store.inject(Fault.DUPLICATE, op="write")

@@ -15,7 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ObjectExists, ObjectNotFound, PreconditionFailed, StorageError
+from penstock.errors import (
+    ObjectExists,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorageError,
+    WriterClosed,
+)
 from penstock.storage import local
 from penstock.storage.directories import Directories
 from penstock.storage.disk import fsync_path
@@ -87,6 +93,15 @@ def test_an_object_is_synced_before_it_is_named_and_its_name_before_it_is_acknow
     assert [name for name, _ in steps.seen] == ["fdatasync", "rename", "fsync"]
     assert steps.seen[1:] == [("rename", "docs/hint"), ("fsync", "docs")]
 
+    steps.seen.clear()
+    with store.open_writer("docs/hint") as writer:
+        for part in (b"3", bytes(1_000_000), b"4"):
+            writer.write(part)
+        assert not steps.seen
+        writer.commit()
+    assert [name for name, _ in steps.seen] == ["fdatasync", "rename", "fsync"]
+    assert steps.seen[1:] == [("rename", "docs/hint"), ("fsync", "docs")]
+
 
 def test_sync_covers_every_file_and_directory_bottom_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +153,16 @@ def test_nothing_but_objects_is_left_or_listed(store: LocalStore) -> None:
         store.put("docs", b"a directory is in the way")
     with pytest.raises(StorageError, match="docs/a/b"):
         store.put_if_absent("docs/a/b", b"a file is in the way")
+
+    with store.open_writer("docs") as writer:
+        writer.write(b"a directory is in the way")
+        with pytest.raises(StorageError, match="commit of 'docs'"):
+            writer.commit()
+        with pytest.raises(WriterClosed):
+            writer.commit()
+    forgotten = store.open_writer("docs/c")
+    forgotten.write(bytes(1_000_000))
+    del forgotten
 
     assert files_below(store.uri) == ["docs/a", "docs/b"]
     Path(store.uri, "_penstock/tmp/left-by-a-crash").write_bytes(b"")

@@ -12,17 +12,23 @@ import pyarrow as pa
 import pytest
 from tests.s3_server import S3Server
 
-from penstock.errors import ObjectExists, PreconditionFailed, StorageError
-from penstock.storage.objects import ObjectStore
+from penstock.errors import ObjectExists, PreconditionFailed, StorageError, WriterClosed
+from penstock.storage.objects import ObjectStore, ObjectWriter
 from penstock.storage.open import open_store
+from penstock.storage.streams import PART_BYTES
 
 
 class Proxy(http.server.ThreadingHTTPServer):
-    """Passes requests on; the next puts may be answered 409, or carried out and not answered."""
+    """Passes requests on; the next puts may be answered 409, or carried out and not answered.
+
+    Requests may be refused by what is in them, and parts of uploads made to wait for each other.
+    """
 
     conflicts = 0
     lost_answers = 0
     puts = 0
+    refused = ""
+    together: threading.Barrier | None = None
 
     def __init__(self, upstream_port: int) -> None:
         super().__init__(("127.0.0.1", 0), ProxyHandler)
@@ -46,6 +52,11 @@ class ProxyHandler(http.server.BaseHTTPRequestHandler):
             answer = b"<Error><Code>ConditionalRequestConflict</Code></Error>"
             self._answer(409, [], answer)
             return
+        if self.server.refused and self.server.refused in f"{self.command} {self.path}":
+            self._answer(403, [], b"")
+            return
+        if self.server.together is not None and "partNumber" in self.path:
+            self.server.together.wait(30)
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream_port)
         upstream.request(self.command, self.path, body, dict(self.headers.items()))
         response = upstream.getresponse()
@@ -119,6 +130,44 @@ def test_a_lost_answer_comes_back_as_the_echo_of_ones_own_put(
     with pytest.raises(ObjectExists):
         store.put_if_absent("wal/1", b"mine")
     assert bytes(store.get("wal/1").data) == b"mine"
+
+
+def test_a_large_stream_goes_up_in_parts_side_by_side_and_a_small_one_at_once(
+    store: ObjectStore, proxy: Proxy
+) -> None:
+    proxy.together = threading.Barrier(2)
+    whole = bytes(range(251)) * (4 * PART_BYTES // 251)
+    with store.open_writer("large") as writer:
+        writer.write(whole)
+        writer.commit()
+    assert bytes(store.get("large").data) == whole
+    assert proxy.puts == 4
+    with store.open_writer("small") as writer:
+        writer.write(whole[:PART_BYTES])
+        writer.commit()
+    assert len(store.get("small").data) == PART_BYTES
+    assert proxy.puts == 5
+
+
+@pytest.mark.parametrize("refused", ["?uploads", "partNumber=1&", "partNumber=5&", "?uploadId="])
+def test_an_upload_that_fails_anywhere_leaves_nothing(
+    store: ObjectStore, proxy: Proxy, s3: S3Server, refused: str
+) -> None:
+    proxy.refused = refused if "partNumber" in refused else f"POST {store.uri[4:]}/large{refused}"
+    with store.open_writer("large") as writer:
+        with pytest.raises(StorageError, match=r"(write|commit) of 'large' in s3://"):
+            write_all(writer)
+        with pytest.raises(WriterClosed):
+            writer.commit()
+    assert not store.exists("large")
+    proxy.refused = ""
+    assert s3.unfinished_uploads() == 0
+
+
+def write_all(writer: ObjectWriter) -> None:
+    for _ in range(10):
+        writer.write(bytes(PART_BYTES))
+    writer.commit()
 
 
 def test_one_dict_of_options_serves_lance_and_us(s3: S3Server) -> None:

@@ -231,16 +231,19 @@ def slice_label(entry_name: str, slice_number: int, digest: bytes = b"") -> byte
     return _LABEL.pack(len(name), slice_number) + name + digest
 
 
-def directory_digest(entries: Iterable[EntryInfo], slice_size: int, ez_id: str) -> bytes:
-    """SHA-256 of all that an encrypted directory says, but for `__meta__` and the wrapped key.
+def directory_digest(
+    entries: Iterable[EntryInfo], meta_bytes: int, slice_size: int, ez_id: str
+) -> bytes:
+    """SHA-256 of all that an encrypted directory says, but for where `__meta__` is and the key.
 
-    `__meta__` is sealed under the digest and so cannot be part of it; the wrapped key is left
-    out so that it can be wrapped anew without touching the data.
+    `__meta__` is sealed under the digest, so of itself it can only have its size there; the
+    wrapped key is left out so that it can be wrapped anew without touching the data.
     """
     listed = [entry for entry in entries if entry.name != META]
     said = {
         "__ez_id__": ez_id,
         "entries": _entries_json(listed, sealed=True),
+        "meta_size": meta_bytes,
         "slice_size": slice_size,
     }
     return hashlib.sha256(canonical_json(said)).digest()

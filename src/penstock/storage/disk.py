@@ -2,8 +2,9 @@
 
 `Disk` is what the stores of one opened root share. `write_new` gives a finished file its name by
 `link`, which only one of many can do; `replace` swaps a finished file in by `rename` under the
-lock of its directory. Both return after `fsync` of the directory. `local` says where temporary
-files live and why.
+lock of its directory. Both return after `fsync` of the directory. `begin` and `finish` are the two
+halves of an unconditional `replace`, for contents that come piece by piece. `local` says where
+temporary files live and why.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import xxhash
@@ -63,30 +65,61 @@ class Disk:
 
     def replace(self, path: str, parts: Sequence[memoryview], etag: str | None) -> bool:
         """Put the file in place durably, if `etag` is None or still that of the one there."""
-        directory = os.path.dirname(path)
         temporary = self._write_temporary(parts)
+        replaced = False
         try:
-            for attempt in range(RACE_ATTEMPTS):
-                try:
-                    if etag is None:
-                        self._directories.open(directory)
-                    with DirectoryLock(directory) as lock:
-                        if etag is not None and etag != _etag_at(path):
-                            return False
-                        os.rename(temporary, path)
-                        temporary = ""
-                        lock.release()
-                        os.fsync(lock.fd)
-                    return True
-                except FileNotFoundError:
-                    if etag is not None:
-                        return False
-                    if attempt == RACE_ATTEMPTS - 1:
-                        raise
-            raise AssertionError("unreachable: the last attempt returns or raises")
+            replaced = self._rename(temporary, path, etag)
         finally:
-            if temporary:
+            if not replaced:
                 _unlink_if_there(temporary)
+        return replaced
+
+    def begin(self) -> Unfinished:
+        """A new file that nobody sees, in the temporary place."""
+        for attempt in range(RACE_ATTEMPTS):
+            path = f"{self._temporary}/{self._entropy.token_bytes(10).hex()}"
+            try:
+                self._directories.open(self._temporary)
+                fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+                break
+            except FileNotFoundError:
+                if attempt == RACE_ATTEMPTS - 1:
+                    raise
+        unfinished = Unfinished(fd, path)
+        try:
+            if not self._swept:
+                self._swept = True
+                self._sweep(modified_ms(os.fstat(fd)) - STALE_TEMPORARY_MS)
+        except BaseException:
+            unfinished.discard()
+            raise
+        return unfinished
+
+    def finish(self, unfinished: Unfinished, path: str) -> None:
+        """Put the file in place durably; whoever began it discards it if this fails."""
+        os.fdatasync(unfinished.fd)
+        unfinished.close()
+        self._rename(unfinished.path, path, None)
+
+    def _rename(self, temporary: str, path: str, etag: str | None) -> bool:
+        directory = os.path.dirname(path)
+        for attempt in range(RACE_ATTEMPTS):
+            try:
+                if etag is None:
+                    self._directories.open(directory)
+                with DirectoryLock(directory) as lock:
+                    if etag is not None and etag != _etag_at(path):
+                        return False
+                    os.rename(temporary, path)
+                    lock.release()
+                    os.fsync(lock.fd)
+                return True
+            except FileNotFoundError:
+                if etag is not None:
+                    return False
+                if attempt == RACE_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _link_nameless(self, directory_fd: int, name: str, parts: Sequence[memoryview]) -> None:
         try:
@@ -97,7 +130,7 @@ class Disk:
             self._nameless = False
             return self._link_named(directory_fd, name, parts)
         try:
-            _write_all(fd, parts)
+            write_all(fd, parts)
             os.fdatasync(fd)
             try:
                 # Without src_dir_fd CPython calls link(2), which cannot follow the magic link.
@@ -125,27 +158,15 @@ class Disk:
             _unlink_if_there(temporary)
 
     def _write_temporary(self, parts: Sequence[memoryview]) -> str:
-        for attempt in range(RACE_ATTEMPTS):
-            path = f"{self._temporary}/{self._entropy.token_bytes(10).hex()}"
-            try:
-                self._directories.open(self._temporary)
-                fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-                break
-            except FileNotFoundError:
-                if attempt == RACE_ATTEMPTS - 1:
-                    raise
+        unfinished = self.begin()
         try:
-            _write_all(fd, parts)
-            os.fdatasync(fd)
-            if not self._swept:
-                self._swept = True
-                self._sweep(modified_ms(os.fstat(fd)) - STALE_TEMPORARY_MS)
+            write_all(unfinished.fd, parts)
+            os.fdatasync(unfinished.fd)
         except BaseException:
-            _unlink_if_there(path)
+            unfinished.discard()
             raise
-        finally:
-            os.close(fd)
-        return path
+        unfinished.close()
+        return unfinished.path
 
     def _sweep(self, oldest_ms: int) -> None:
         """Remove what crashed processes left; ages are told by the file system's own clock."""
@@ -154,6 +175,23 @@ class Disk:
                 with contextlib.suppress(FileNotFoundError):
                     if modified_ms(entry.stat()) < oldest_ms:
                         os.unlink(entry.path)
+
+
+@dataclass(slots=True)
+class Unfinished:
+    """A temporary file that is being written."""
+
+    fd: int
+    path: str
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def discard(self) -> None:
+        self.close()
+        _unlink_if_there(self.path)
 
 
 class DirectoryLock:
@@ -207,12 +245,22 @@ def etag_of_file(fd: int) -> str:
     return f"{size_bytes:x}-{digest.hexdigest()}"
 
 
+def read_at(fd: int, start: int, length: int) -> memoryview:
+    """So many bytes from there on, or fewer if the file ends before."""
+    parts: list[bytes] = []
+    missing = length
+    while missing and (part := os.pread(fd, missing, start + length - missing)):
+        parts.append(part)
+        missing -= len(part)
+    return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
 def _etag_at(path: str) -> str:
     with open(path, "rb", buffering=0) as file:
         return etag_of_file(file.fileno())
 
 
-def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
+def write_all(fd: int, parts: Sequence[memoryview]) -> None:
     waiting = list(parts)
     first = 0
     while first < len(waiting):

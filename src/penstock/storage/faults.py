@@ -11,6 +11,8 @@ and patterns always match the whole key from the root of the `FaultStore`.
     store.counts["put_if_absent"], [call.outcome for call in store.log]
 
 Conditional puts are atomic in every store Penstock accepts, so `TORN` only ever touches `put`.
+Objects written piece by piece show up as `open_writer`, any number of `write`, and `commit`; a
+call that fails aborts the writer, and `abort` itself never fails.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TypeVar
 
 from penstock.errors import (
@@ -33,18 +36,28 @@ from penstock.errors import (
 from penstock.storage.clock import Clock
 from penstock.storage.entropy import Entropy
 from penstock.storage.objects import (
+    Buffer,
     Object,
     ObjectMeta,
     ObjectStore,
+    ObjectWriter,
     Payload,
+    Tail,
     buffers_of,
     check_prefix,
 )
 
-READS = frozenset(("get", "get_range", "head", "exists", "list", "list_dirs"))
-WRITES = frozenset(
-    ("put", "put_if_absent", "put_if_match", "copy", "delete", "delete_prefix", "sync")
-)
+READS = frozenset(("get", "get_range", "get_tail", "head", "exists", "list", "list_dirs"))
+STREAM = frozenset(("open_writer", "write", "commit"))
+WRITES = STREAM | {
+    "put",
+    "put_if_absent",
+    "put_if_match",
+    "copy",
+    "delete",
+    "delete_prefix",
+    "sync",
+}
 MAX_LOGGED = 100_000
 
 Hook = Callable[[str, str], None]
@@ -63,11 +76,14 @@ class Fault(enum.Enum):
     DELAY_ANSWER = "delay answer"
     """The answer takes `delay_ms` to come back."""
     DUPLICATE = "duplicate"
-    """The request is carried out twice, and the second answer is the one that is seen."""
+    """The request is carried out twice, and the second answer is the one that is seen.
+
+    Not for streams: a store takes a part, and the end of an upload, any number of times.
+    """
     TORN = "torn"
     """Only for put: half of the object appears, then the call fails."""
     BIT_FLIP = "bit flip"
-    """Only for get and get_range: one bit of the answer is wrong."""
+    """Only for get, get_range and get_tail: one bit of the answer is wrong."""
     STALE_LIST = "stale list"
     """Only for list and list_dirs: the answer is that of when the rule was given."""
     HTTP_404 = "404"
@@ -76,10 +92,11 @@ class Fault(enum.Enum):
 
 
 _ONLY_FOR = {
+    Fault.DUPLICATE: (READS | WRITES) - STREAM,
     Fault.TORN: frozenset(("put",)),
-    Fault.BIT_FLIP: frozenset(("get", "get_range")),
+    Fault.BIT_FLIP: frozenset(("get", "get_range", "get_tail")),
     Fault.STALE_LIST: frozenset(("list", "list_dirs")),
-    Fault.HTTP_404: frozenset(("get", "get_range", "head", "copy", "put_if_match")),
+    Fault.HTTP_404: frozenset(("get", "get_range", "get_tail", "head", "copy", "put_if_match")),
     Fault.HTTP_409: frozenset(("put_if_absent", "put_if_match")),
     Fault.HTTP_412: frozenset(("put_if_absent", "put_if_match")),
 }
@@ -245,6 +262,12 @@ class FaultStore:
             flip=self._flipped,
         )
 
+    def get_tail(self, key: str, length: int) -> Tail:
+        def flip(found: Tail) -> Tail:
+            return Tail(self._flipped(found.data), found.size_bytes)
+
+        return self._call("get_tail", key, lambda: self._inner.get_tail(key, length), flip=flip)
+
     def head(self, key: str) -> ObjectMeta:
         return self._call("head", key, lambda: self._inner.head(key))
 
@@ -282,6 +305,20 @@ class FaultStore:
 
     def put_if_match(self, key: str, data: Payload, etag: str) -> str:
         return self._call("put_if_match", key, lambda: self._inner.put_if_match(key, data, etag))
+
+    def open_writer(self, key: str, expected_bytes: int = 0) -> FaultWriter:
+        opened: list[ObjectWriter] = []
+
+        def real() -> None:
+            opened.append(self._inner.open_writer(key, expected_bytes))
+
+        try:
+            self._call("open_writer", key, real)
+        except BaseException:
+            for writer in opened:
+                writer.abort()
+            raise
+        return FaultWriter(opened[0], key, self._call)
 
     def copy(self, key: str, new_key: str) -> None:
         return self._call("copy", new_key, lambda: self._inner.copy(key, new_key))
@@ -364,6 +401,42 @@ class FaultStore:
             bit = int(self._plan.entropy.uniform(0, len(wrong) * 8)) % (len(wrong) * 8)
             wrong[bit // 8] ^= 1 << bit % 8
         return memoryview(bytes(wrong))
+
+
+class FaultWriter:
+    """A writer whose every call passes the plan."""
+
+    def __init__(self, inner: ObjectWriter, key: str, call: Callable[..., None]) -> None:
+        self._inner = inner
+        self._key = key
+        self._call = call
+
+    def write(self, data: Buffer) -> None:
+        self._pass("write", lambda: self._inner.write(data))
+
+    def commit(self) -> None:
+        self._pass("commit", self._inner.commit)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def __enter__(self) -> FaultWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def _pass(self, op: str, real: Callable[[], None]) -> None:
+        try:
+            self._call(op, self._key, real)
+        except BaseException:
+            self._inner.abort()
+            raise
 
 
 def _as_directory(prefix: str) -> str:

@@ -27,6 +27,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from penstock.errors import (
     Corruption,
@@ -43,17 +44,20 @@ from penstock.storage.disk import (
     etag_of_file,
     fsync_path,
     modified_ms,
+    read_at,
 )
 from penstock.storage.objects import (
     TEMPORARY,
     Object,
     ObjectMeta,
     Payload,
+    Tail,
     buffers_of,
     check_key,
     check_prefix,
     check_range,
 )
+from penstock.storage.streams import LocalWriter, part_bytes_for
 
 
 class LocalStore:
@@ -93,18 +97,21 @@ class LocalStore:
     def get_range(self, key: str, start: int, length: int) -> memoryview:
         check_range(key, start, length)
         with self._failures("get_range", key), open(self._path(key), "rb", buffering=0) as file:
-            parts: list[bytes] = []
-            missing = length
-            while missing and (part := os.pread(file.fileno(), missing, start + length - missing)):
-                parts.append(part)
-                missing -= len(part)
+            data = read_at(file.fileno(), start, length)
             size_bytes = os.fstat(file.fileno()).st_size
-        if missing:
+        if data.nbytes != length:
             raise Corruption(
                 f"{key} in {self.uri} ends at byte {size_bytes}, before the {length} bytes from "
                 f"{start} that were asked for: it was cut short, or what points into it is wrong"
             )
-        return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+        return data
+
+    def get_tail(self, key: str, length: int) -> Tail:
+        check_range(key, 0, length)
+        with self._failures("get_tail", key), open(self._path(key), "rb", buffering=0) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            start = max(size_bytes - length, 0)
+            return Tail(read_at(file.fileno(), start, size_bytes - start), size_bytes)
 
     def head(self, key: str) -> ObjectMeta:
         with self._failures("head", key), open(self._path(key), "rb", buffering=0) as file:
@@ -148,6 +155,15 @@ class LocalStore:
 
     def put_if_match(self, key: str, data: Payload, etag: str) -> str:
         return self._replace("put_if_match", key, data, etag)
+
+    def open_writer(self, key: str, expected_bytes: int = 0) -> LocalWriter:
+        path = self._path(key)
+        part_bytes_for(key, expected_bytes)
+
+        def fail(op: str, error: Exception) -> NoReturn:
+            raise self._failure(op, key, error) if isinstance(error, OSError) else error
+
+        return LocalWriter(self._disk, path, key, self.uri, fail)
 
     def copy(self, key: str, new_key: str) -> None:
         path, new_path = self._path(key), self._path(new_key)
@@ -233,7 +249,7 @@ class LocalStore:
         try:
             yield
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            if op in ("get", "get_range", "head", "copy"):
+            if op in ("get", "get_range", "get_tail", "head", "copy"):
                 raise ObjectNotFound(f"{key} is not in {self.uri}") from None
             raise self._failure(op, key, error) from error
         except OSError as error:

@@ -14,6 +14,11 @@ from many threads. The contract each implementation keeps:
   echo of the caller's own first try: whoever must know puts an id of its own into the object,
   reads it back and compares.
 - `get_range` gives exactly the bytes asked for, or `Corruption` if the object ends before.
+- `get_tail` gives the last bytes, all of them if there are fewer, and the object's size: one
+  request, except for empty objects on S3 and for every object on Azure, which need two.
+- What `open_writer` began is visible, as a whole and durably, only once `commit` has returned,
+  and replaces what had the key as `put` does. A writer that neither commits nor aborts leaves
+  nothing to be seen, but bytes that wait for a sweep or the bucket's lifecycle rule.
 - `list` gives the etag only where the store has it at hand, else an empty string: ask `head`.
 - `delete` of a missing object succeeds.
 """
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol, TypeAlias, cast
 
 import pyarrow as pa
@@ -55,6 +61,38 @@ class Object:
     etag: str
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    data: memoryview
+    size_bytes: int
+    """Of the whole object."""
+
+
+class ObjectWriter(Protocol):
+    """One object, written piece by piece by one thread at a time.
+
+    As a context manager it aborts at the end unless it was committed. A failed call aborts it.
+    """
+
+    def write(self, data: Buffer) -> None:
+        """Append; the buffer may be reused on return. Waits while too much is under way."""
+
+    def commit(self) -> None:
+        """Make all that was written the object. Again: nothing happens."""
+
+    def abort(self) -> None:
+        """Forget what was written, if it was not committed. Never fails, and may be repeated."""
+
+    def __enter__(self) -> ObjectWriter: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
 class ObjectStore(Protocol):
     @property
     def uri(self) -> str:
@@ -70,6 +108,9 @@ class ObjectStore(Protocol):
     def get(self, key: str) -> Object: ...
 
     def get_range(self, key: str, start: int, length: int) -> memoryview: ...
+
+    def get_tail(self, key: str, length: int) -> Tail:
+        """The last `length` bytes, or all if there are fewer."""
 
     def head(self, key: str) -> ObjectMeta: ...
 
@@ -87,6 +128,12 @@ class ObjectStore(Protocol):
     def put_if_absent(self, key: str, data: Payload) -> str: ...
 
     def put_if_match(self, key: str, data: Payload, etag: str) -> str: ...
+
+    def open_writer(self, key: str, expected_bytes: int = 0) -> ObjectWriter:
+        """Write an object piece by piece, in memory that does not grow with it.
+
+        `expected_bytes` matters above 78 GiB, on remote stores: it must not be too small there.
+        """
 
     def copy(self, key: str, new_key: str) -> None:
         """Give an object that never changes a second name, which nobody else uses.

@@ -34,6 +34,7 @@ from penstock.errors import (
     InvalidInput,
     ObjectExists,
     ObjectNotFound,
+    PenstockError,
     PreconditionFailed,
     StorageError,
     StoreUnsupported,
@@ -44,12 +45,14 @@ from penstock.storage.objects import (
     Object,
     ObjectMeta,
     Payload,
+    Tail,
     buffers_of,
     check_key,
     check_prefix,
     check_range,
 )
 from penstock.storage.retry import Backoff
+from penstock.storage.streams import RemoteWriter
 
 SCHEMES = ("s3", "gs", "az", "memory")
 CONFLICT_BACKOFF = Backoff(attempts=6, base_ms=20, max_ms=1000)
@@ -134,6 +137,24 @@ class RemoteStore:
             raise self._too_short(key, start, length, start + data.nbytes)
         return data
 
+    def get_tail(self, key: str, length: int) -> Tail:
+        check_range(key, 0, length)
+        path = self._path(key)
+        try:
+            if length and self._scheme != "az":
+                result = obstore.get(self._backend, path, options={"range": {"suffix": length}})
+                return Tail(memoryview(result.bytes()), result.meta["size"])
+        except exceptions.GenericError as error:
+            # S3 refuses every range of an empty object.
+            if self.head(key).size_bytes:
+                self._fail("get_tail", key, error)
+            return Tail(memoryview(b""), 0)
+        except Exception as error:
+            self._fail("get_tail", key, error)
+        size_bytes = self.head(key).size_bytes
+        start = max(size_bytes - length, 0)
+        return Tail(self.get_range(key, start, size_bytes - start), size_bytes)
+
     def head(self, key: str) -> ObjectMeta:
         path = self._path(key)
         try:
@@ -192,6 +213,22 @@ class RemoteStore:
     def put_if_match(self, key: str, data: Payload, etag: str) -> str:
         mode = {"version": etag} if self._scheme == "gs" else {"e_tag": etag}
         return self._put_conditionally("put_if_match", key, data, mode)
+
+    def open_writer(self, key: str, expected_bytes: int = 0) -> RemoteWriter:
+        path = self._path(key)
+
+        def put(body: bytearray) -> None:
+            obstore.put(self._backend, path, body, use_multipart=False)
+
+        def begin(part_bytes: int, in_flight: int) -> Any:
+            return obstore.open_writer(
+                self._backend, path, buffer_size=part_bytes, max_concurrency=in_flight
+            )
+
+        def fail(op: str, error: Exception) -> NoReturn:
+            self._fail(op, key, error)
+
+        return RemoteWriter(key, self.uri, put, begin, fail, expected_bytes)
 
     def copy(self, key: str, new_key: str) -> None:
         path, new_path = self._path(key), self._path(new_key)
@@ -275,10 +312,10 @@ class RemoteStore:
 
     def _fail(self, op: str, key: str, error: Exception) -> NoReturn:
         """Raise the Penstock error that means what this one means."""
-        if isinstance(error, StorageError):
+        if isinstance(error, PenstockError):
             raise error
         missing = isinstance(error, FileNotFoundError | exceptions.NotFoundError)
-        if missing and op in ("get", "get_range", "head", "copy"):
+        if missing and op in ("get", "get_range", "get_tail", "head", "copy"):
             raise ObjectNotFound(f"{key} is not in {self.uri}") from None
         if isinstance(error, exceptions.AlreadyExistsError) and op == "put_if_absent":
             raise ObjectExists(f"{key} in {self.uri} exists; nothing was written") from None
