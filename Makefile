@@ -22,7 +22,7 @@ demo: setup ## stream documents with Spark, kill the driver half-way, count what
 	@.venv/bin/penstock demo
 
 test: setup ## all tests but the soak
-	@$(PYTEST) -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
+	@scripts/run-tests -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 check: setup ## lint, format, types, and the tests of docs, API and project; snippets: make test
 	@$(PYTHON_ENV) -m ruff check .
@@ -34,11 +34,12 @@ format: setup ## format and fix what can be fixed
 	@$(PYTHON_ENV) -m ruff check --fix .
 	@$(PYTHON_ENV) -m ruff format .
 
-bench: setup ## the benchmarks: writes, memory over a long run, reads, maintenance, and Spark
+bench: setup ## the benchmarks: writes, memory over a long run, reads, maintenance, packed files, Spark
 	@$(PYTHON_ENV) -m bench.write
 	@$(PYTHON_ENV) -m bench.memory
 	@$(PYTHON_ENV) -m bench.read
 	@$(PYTHON_ENV) -m bench.maintain
+	@$(PYTHON_ENV) -m bench.packed
 	@$(PYTHON_ENV) -m bench.spark
 
 soak: setup ## the long tests: hundreds of kills and races

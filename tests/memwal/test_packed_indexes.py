@@ -198,8 +198,9 @@ def test_a_dropped_index_and_one_of_the_same_name_share_nothing(tmp_path: Path) 
     version = table.version
     assert table.drop_index("tenant_idx") == version + 1
     assert "tenant_idx" not in table.status().indexes
-    table.create_index("score", "packed_stlsort", name="tenant_idx")
-    assert len(files_of(table)) == 2
+    table.create_index("name", "packed_hybrid", name="tenant_idx")
+    table.create_index("score", "packed_stlsort", name="tenant_idx")  # in its place
+    assert len(files_of(table)) == 3
     before = found(table, "tenant = 7 AND score < 0.5")
     table.gc(retain_seconds=0, orphan_seconds=0)
     assert len(files_of(table)) == 1
@@ -235,9 +236,11 @@ def test_columns_may_be_renamed_under_an_index_and_not_dropped(tmp_path: Path) -
 
 def test_bad_input_declares_nothing(tmp_path: Path) -> None:
     table = filled(tmp_path)
+    table.create_index("id", "btree")
     version = table.version
     for column, kind, options, said in [
-        ("tenant", "packed_hybrid", {}, "has an index 'tenant_idx'"),
+        ("tenant", "btree", {}, "has an index 'tenant_idx'"),
+        ("id", "packed_hybrid", {}, "has an index 'id_idx'"),
         ("tenant", "packed_rtree", {}, "unknown index kind"),
         ("tenant", "packed_marisa", {"name": "other"}, "marisa"),
         ("score", "packed_ngram", {}, "ngram"),

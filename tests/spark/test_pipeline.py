@@ -197,6 +197,11 @@ def test_other_indexes_are_built_in_parts_too(
         assert plain.to_table(full_text_query="number77")["id"].to_pylist() == [77]
     else:
         assert plain.to_table(filter="id in (77, 78)").num_rows == 2
+    if kind == "bitmap":
+        assert pipeline.create_index("id", "packed_stlsort", name="ours") == "ours"
+        assert any("packed file" in one for one in descriptions(spark))
+        assert "packed=[ours]" in story.table.explain(filter="id = 77")
+        assert story.table.count("id IN (77, 78)") == 2
     story.check()
     story.check_clean()
 

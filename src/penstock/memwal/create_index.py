@@ -37,8 +37,10 @@ from penstock.memwal.packed_indexes import (
     build_packed,
     checked_name,
     declare,
+    name_taken,
     plan_packed,
 )
+from penstock.memwal.packed_specs import packed_specs
 from penstock.memwal.table_versions import version_exists
 
 VECTOR_KINDS = ("ivf_flat", "ivf_pq", "ivf_sq")
@@ -84,6 +86,8 @@ def create_index(
     kind = kind.lower()
     chosen = checked_name(column, name)
     _check_options(kind, options)
+    if chosen in (spec.name for spec in packed_specs(table.snapshot().details)):
+        raise name_taken(table, chosen)
     models: dict[int, IndexSpec] = {}
     last: Exception | None = None
     for _ in table.seams.races():

@@ -62,10 +62,19 @@ def checked_name(column: str, name: str | None) -> str:
     return chosen
 
 
+def name_taken(table: BaseTable, name: str) -> InvalidInput:
+    return InvalidInput(
+        f"{table.uri} has an index {name!r} of another sort; drop it first, or give another name"
+    )
+
+
 def declare(
     table: BaseTable, column: str, kind: str, name: str | None, options: Mapping[str, Any]
 ) -> str:
-    """Declare an index, which the base table's files get when they are built; returns its name."""
+    """Declare an index, in place of one of that name; returns its name.
+
+    Data files get theirs when it is built.
+    """
     chosen = checked_name(column, name)
     inner = kind.removeprefix("packed_")
 
@@ -75,10 +84,8 @@ def declare(
         if column not in base.shape.schema.names:
             there = ", ".join(base.shape.schema.names)
             raise InvalidInput(f"no column {column!r}; the table has {there}")
-        if chosen in _all_names(base):
-            raise InvalidInput(
-                f"{table.uri} has an index {chosen!r}; drop it first, or give another name"
-            )
+        if chosen in (index.name for index in base.dataset.describe_indices()):
+            raise name_taken(table, chosen)
         from penstock.packed import build_index
 
         # An empty one tells whether the kind takes the column's type, and these options.
@@ -119,11 +126,6 @@ def _with_defaults(
     merged = {**details.writer_config_defaults, **changes}
     kept = {key: value for key, value in merged.items() if value is not None}
     return replace(details, writer_config_defaults=kept)
-
-
-def _all_names(base: BaseSnapshot) -> set[str]:
-    lance_names = {index.name for index in base.dataset.describe_indices()}
-    return lance_names | {spec.name for spec in packed_specs(base.details)}
 
 
 # --- building ------------------------------------------------------------------------------

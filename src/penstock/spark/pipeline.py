@@ -25,8 +25,9 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from penstock.errors import InvalidInput, PenstockError
 from penstock.memwal.base_table import BaseTable
@@ -63,8 +64,11 @@ class PipelineReport(Round[JobReport]):
 
     table: str
 
-    def __rich__(self) -> RichTable:
-        table = RichTable(title=self.table, title_justify="left", box=SIMPLE_HEAD)
+    def __rich__(self) -> Group:
+        return Group(Text(self.table, overflow="fold"), self._grid())
+
+    def _grid(self) -> RichTable:
+        table = RichTable(box=SIMPLE_HEAD)
         table.add_column("job")
         table.add_column("what it did", overflow="fold")
         table.add_column("pieces", justify="right")
@@ -79,9 +83,9 @@ class PipelineReport(Round[JobReport]):
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=_WIDTH, markup=False)
         with console.capture() as capture:
-            console.print(self)
+            console.print(self._grid())
         lines = [line.rstrip() for line in capture.get().splitlines()]
-        return "\n".join(line for line in lines if line)
+        return "\n".join([self.table, *(line for line in lines if line)])
 
 
 class Pipeline:
