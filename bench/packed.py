@@ -365,6 +365,7 @@ def bench_filter(directory: Path, rows: int, rounds: int) -> None:
         table.bulk_load(data)
         if kind is not None:
             table.create_index("tenant", kind)
+            table.create_index("body", kind)
     wanted = iter(random.integers(0, rows // 50, 1_000_000).tolist())
 
     def asking(table: penstock.Table, where: str) -> Callable[[], object]:
@@ -374,7 +375,13 @@ def bench_filter(directory: Path, rows: int, rounds: int) -> None:
 
         return ask
 
-    for where in ("tenant = {}", "tenant IN ({0}, 17, 33) AND id > 1000"):
+    for where in (
+        "tenant = {}",
+        "tenant IN ({0}, 17, 33) AND id > 1000",
+        "tenant < 100 AND id > {}",
+        "body = 'text number {} of many'",
+        "body LIKE 'text number {}%'",
+    ):
         took = medians({name: asking(table, where) for name, table in tables.items()}, rounds)
         each = {name: seconds / 5 * 1e3 for name, seconds in took.items()}
         note = f"packed {each['packed']:.1f} ms, none {each['none']:.1f}, btree {each['btree']:.1f}"
