@@ -14,8 +14,13 @@ import pytest
 import penstock
 from penstock.errors import Corruption, InvalidInput
 from penstock.memwal import packed_reads, sources
+from penstock.memwal.base_table import BaseTable
 from penstock.memwal.packed_indexes import PACKED_KINDS
 from penstock.memwal.packed_specs import DIRECTORY
+from penstock.storage.faults import FaultStore
+from penstock.storage.local import LocalStore
+from penstock.storage.seams import Seams
+from penstock.table import Table
 
 SCHEMA = pa.schema(
     [
@@ -147,6 +152,44 @@ def test_an_index_covers_what_is_in_the_base_at_once(tmp_path: Path) -> None:
     assert "5000 rows of 1 fragments" in str(again.build_indexes())
     assert files_of(table) == [file]
     assert found(again, "tenant = 7") == before
+
+
+def test_values_that_an_index_cannot_hold_are_scanned(tmp_path: Path) -> None:
+    table = penstock.connect(tmp_path).create_table("t", SCHEMA, primary_key="id")
+    table.create_index("name", "packed_inverted")
+    long = "x" * 70_000
+    for name in ("a", long):  # one file that can be indexed, and one that cannot
+        table.upsert([{"id": len(name) + n, "name": name} for n in range(100)])
+        table.flush()
+        assert len(found(table, f"name = '{name}'")) == 100
+        table.merge()
+    assert "100 rows of 1 fragments, behind\nname_idx: not built, " in str(table.build_indexes())
+    assert len(files_of(table)) == 1
+    assert "70000 bytes" in str(table.maintain())
+    assert len(found(table, f"name IN ('a', '{long}')")) == 200
+    with pytest.raises(InvalidInput, match="70000 bytes"):
+        table.create_index("name", "packed_inverted", name="another")
+    assert table.status().indexes == ("name_idx",)
+
+
+def test_an_index_that_is_built_again_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    table = penstock.connect(tmp_path).create_table("t", SCHEMA, primary_key="id")
+    table.bulk_load([{"id": n, "name": f"name {n}"} for n in range(20_000)])
+    table.create_index("name", "packed_inverted")
+    (file,) = files_of(table)
+    first = file.read_bytes()
+    file.unlink()
+    table.build_indexes()
+    assert file.read_bytes() != first  # tantivy's files have names of their own each time
+    seams = Seams()
+    store = FaultStore(LocalStore(table.uri), seams.clock, seams.entropy)
+
+    def put_the_first_back(op: str, key: str) -> None:
+        file.write_bytes(first)
+
+    store.hook(op="get_tail", key="*.v3", nth=1, after=put_the_first_back)
+    assert Table("t", BaseTable(store, None, seams)).count("name = 'name 77'") == 1
+    assert store.counts["get_tail"] == 2
 
 
 def test_an_index_of_another_file_is_not_believed(tmp_path: Path) -> None:

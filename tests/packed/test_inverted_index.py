@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import math
+import os
+import shutil
 import struct
 import tempfile
 import time
@@ -26,13 +29,9 @@ from tests.packed.texts import (
 )
 
 from penstock.errors import Corruption, InvalidInput
-from penstock.packed.indexes.inverted import (
-    NULL_OFFSETS,
-    POSTINGS_INDEX,
-    POSTINGS_ROWS,
-    InvertedKind,
-)
-from penstock.packed.indexes.terms import MAX_TEXT_BYTES, Scratch
+from penstock.packed.indexes.inverted import POSTINGS_INDEX, POSTINGS_ROWS, InvertedKind
+from penstock.packed.indexes.postings import NULL_OFFSETS
+from penstock.packed.indexes.terms import MAX_TEXT_BYTES, PREFIX, Scratch
 
 KIND = InvertedKind()
 NEGATIVE_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8 << 48))[0]
@@ -99,32 +98,56 @@ def test_a_million_distinct_values() -> None:
     assert_answers_at_scale(index, array, [("in", [3, 5]), ("range", (7, 500_000)), ("<", 9)])
 
 
-def assert_emptied(directory: Path) -> None:
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process puts temporary files, as if it had put none anywhere yet."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Scratch, "_home", None)
+    return tmp_path
+
+
+def assert_scratch(temporary: Path, count: int) -> None:
     """Soon at the latest: a thread of tantivy may be in the way for a moment."""
     for _ in range(100):
         gc.collect()
         Scratch.remove()
-        if not list(directory.iterdir()):
+        left = list(temporary.glob(f"{PREFIX}*/*/"))
+        if len(left) == count:
             return
         time.sleep(0.05)
-    raise AssertionError(list(directory.iterdir()))
+    raise AssertionError(left)
 
 
-def test_its_files_go_when_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_its_files_go_when_it_does(temporary: Path) -> None:
     index = KIND.build(pa.array(["a", None]))
-    assert len(list(tmp_path.iterdir())) == 1
+    assert_scratch(temporary, 1)
     entries = MemoryEntries()
     index.write(entries)
     assert entries.meta["file_names"] == sorted(entries.meta["file_names"])
     assert entries.meta["has_null"] is True
     again = KIND.load(entries, pa.string())
-    assert len(list(tmp_path.iterdir())) == 2
+    assert_scratch(temporary, 2)
     del index, again
-    assert_emptied(tmp_path)
+    assert_scratch(temporary, 0)
     with pytest.raises(Corruption):
         KIND.load(entries.replaced(**{"meta.json": b"{}"}), pa.string())
-    assert_emptied(tmp_path)
+    assert_scratch(temporary, 0)
+
+
+def test_files_of_processes_that_were_killed_go_too(temporary: Path) -> None:
+    left, alive, _young = homes = [temporary / f"{PREFIX}{n}" for n in range(3)]
+    for home in homes:
+        (home / "some").mkdir(parents=True)
+        (home / "lock").touch()
+    for home in (left, alive):
+        os.utime(home, (0, 0))
+    with (alive / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        KIND.build(pa.array(["a"]))
+    assert [home.exists() for home in homes] == [False, True, True]
+    shutil.rmtree(temporary)  # as systems do with files that are old
+    temporary.mkdir()
+    assert list(KIND.build(pa.array(["a"])).query("=", "a")) == [0]
 
 
 def test_what_it_cannot_hold_is_refused() -> None:
@@ -161,8 +184,10 @@ def test_damaged_entries_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     ]
     for name in whole.meta["file_names"]:
         damaged += [{name: None}]
-        if name != ".managed.json" and not name.endswith((".store", ".pos", ".fieldnorm")):
+        if name != ".managed.json":
             damaged += [{name: b""}, {name: whole.entries[name][:-20]}]
+        if not name.endswith(".json"):  # tantivy has checksums, and would not look at them
+            damaged += [{name: b"\x80" + whole.entries[name][1:]}]
     for change in damaged:
         with pytest.raises(Corruption, match="build"):
             KIND.load(whole.replaced(**change), pa.string())

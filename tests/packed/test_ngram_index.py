@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -56,6 +58,26 @@ def test_many_rows_in_many_blocks(rows: int, distinct: int) -> None:
     asked += [("in", array.drop_null()[:3000].to_pylist())]
     asked += [("like", like) for like in ("%漢_ %7", "%er 12%", "%x%", "river%9", "%7")]
     assert_answers_at_scale(index, array, asked)
+
+
+def test_long_texts_are_cut_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(array: pa.Array) -> MemoryEntries:
+        written = MemoryEntries()
+        KIND.build(array).write(written)
+        return written
+
+    array = pa.array(["漢字かな river " * 20, "ab", None])
+    whole = built(array)
+    for block_bytes in (1, 7, 16):
+        monkeypatch.setattr(ngram, "BLOCK_BYTES", block_bytes)
+        assert built(array).entries[ngram.GRAMS] == whole.entries[ngram.GRAMS]
+    monkeypatch.setattr(ngram, "BLOCK_BYTES", 1 << 16)
+    tracemalloc.start()
+    try:
+        built(pa.array([" ".join(map(str, range(100_000)))]))
+        assert tracemalloc.get_traced_memory()[1] < 24 << 20  # not a hundred times the text
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.soak

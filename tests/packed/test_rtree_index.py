@@ -18,7 +18,8 @@ from tests.packed.memory_entries import MemoryEntries, golden_entries
 from penstock.errors import Corruption, InvalidInput
 from penstock.packed.indexes import bgi, bgi_pack
 from penstock.packed.indexes.base import PackedIndex
-from penstock.packed.indexes.rtree import COUNTS, NULLS, TREE, RtreeKind
+from penstock.packed.indexes.postings import NULL_OFFSETS
+from penstock.packed.indexes.rtree import COUNTS, TREE, RtreeKind
 
 BOXES = pa.list_(pa.float64(), 4)
 STRUCT = pa.struct([(name, pa.float64()) for name in ("maxx", "minx", "miny", "maxy")])
@@ -236,7 +237,7 @@ def test_damaged_entries_are_named() -> None:
     golden = golden_entries("r_n40_nulls")
     tree = golden.entries[TREE]
     again = struct.pack("<q", 0)
-    nulls = golden.entries[NULLS]
+    nulls = golden.entries[NULL_OFFSETS]
     small = bgi.Tree(
         (np.array([2]), np.array([3, 4])),
         (np.array([[0.0, 0, 9, 9]] * 2), np.array([[1.0, 1, 2, 2]] * 7)),
@@ -255,11 +256,11 @@ def test_damaged_entries_are_named() -> None:
         "twice": with_tree(golden, tree.replace(struct.pack("<q", 14), again)),
         "below 0": with_tree(golden, tree[:-8] + struct.pack("<q", -1)),
         "no entry": golden.replaced(**{TREE: None}),
-        "disagree": golden.replaced(**{NULLS: None}),
+        "disagree": golden.replaced(**{NULL_OFFSETS: None}),
         "file_names": golden.with_meta(file_names=[TREE]),
-        "ascending": golden.replaced(**{NULLS: nulls[8:] + nulls[:8]}),
-        "among the null": golden.replaced(**{NULLS: again + nulls}),
-        "no array": golden.replaced(**{NULLS: nulls[1:]}),
+        "ascending": golden.replaced(**{NULL_OFFSETS: nulls[8:] + nulls[:8]}),
+        "among the null": golden.replaced(**{NULL_OFFSETS: again + nulls}),
+        "no array": golden.replaced(**{NULL_OFFSETS: nulls[1:]}),
         "where the tree has 35": golden.replaced(**{COUNTS: b'{"count":36,"dimension":2}'}),
         "2-D": golden.replaced(**{COUNTS: b'{"count":35,"dimension":3}'}),
         "no JSON": golden.replaced(**{COUNTS: b"{"}),

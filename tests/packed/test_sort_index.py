@@ -33,7 +33,7 @@ from penstock.packed.indexes import order
 from penstock.packed.indexes.numeric_sort import NumericSortKind
 from penstock.packed.indexes.std_sort import std_sort_order
 from penstock.packed.indexes.stlsort import StlSortKind
-from penstock.packed.indexes.string_sort import StringSortKind
+from penstock.packed.indexes.string_sort import StringSortKind, with_lengths
 
 KIND = StlSortKind()
 GOLDEN = [n for n in names("s_") + names("ss_") if "_json_" not in n and "_hybrid_" not in n]
@@ -159,6 +159,23 @@ def test_a_million_texts(distinct: int) -> None:
     asked += [("like", "lake o%"), ("prefix", "turb"), ("in", known)]
     index = KIND.build(array)
     texts.assert_answers_at_scale(texts.reloaded(KIND, index), array, asked)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
+def test_texts_of_one_length_are_moved_as_cells(kind: pa.DataType) -> None:
+    values = [f"{n * 7919 % 1000:03d}" for n in range(1000)] + ["5", "77"]
+    for array in (pa.array(values, kind)[7:1000], pa.array(values, kind)[7:]):
+        wanted = array.cast(pa.large_binary()).to_pylist()
+        distinct, postings = order.text_groups(array, None)
+        distinct.validate(full=True)
+        assert distinct.type == kind
+        assert distinct.cast(pa.large_binary()).to_pylist() == sorted(wanted)
+        assert [wanted[row] for row in postings.rows] == sorted(wanted)
+        joined, starts = with_lengths(distinct, 4)
+        assert joined.tobytes() == b"".join(
+            len(text).to_bytes(4, "little") + text for text in sorted(wanted)
+        )
+        assert starts[-1] == len(joined)
 
 
 # --- order ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -152,19 +153,27 @@ def test_the_bytes_do_not_depend_on_where_they_come_from(
             piece, self.left = self.left[: size - size // 3], self.left[size - size // 3 :]
             return bytes(piece)
 
+    target = tmp_path / "x.v3"
+    for workers in (1, 3):
+        write(target, entries, {"a": 1}, workers=workers, **how)
+        assert hashlib.sha256(target.read_bytes()).digest() == expected.sha256.digest()
+
     with path.open("rb") as file:
-        for source in ("file", "stream", "stream of known size"):
+        for source in ("file to path", "file", "stream", "stream of known size"):
             found = Hash()
-            with PackedWriter(found, workers=3, **how) as writer:
+            to_path = source == "file to path"
+            with PackedWriter(target if to_path else found, workers=3, **how) as writer:
                 writer.put_meta("a", 1)
                 for name, data in entries.items():
                     file.seek(6)
-                    if source == "file":
+                    if source.startswith("file"):
                         writer.write_entry(name, file, data.nbytes)
                         assert file.tell() == 6 + data.nbytes
                     else:
                         known = data.nbytes if source == "stream of known size" else None
                         writer.write_entry(name, Stream(data), known)
+            if to_path:
+                found.write(target.read_bytes())
             assert found.sha256.digest() == expected.sha256.digest(), source
 
 
@@ -415,6 +424,25 @@ def test_a_store_that_fails_leaves_nothing(
     attempt()
     with PackedReader.from_store(store, "x.v3", keys=cipher) as reader:
         assert bytes(reader.read("b")) == pattern(3 * PART_BYTES)
+
+
+@both
+def test_a_disk_that_takes_no_more_leaves_nothing(cipher: Cipher | None, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(24 * MIB))
+    (tmp_path / "out").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for data in (source, bytes(24 * MIB)):
+        writer = PackedWriter(tmp_path / "out/x.v3", cipher=cipher, slice_size=MIB)
+        writer.write_entry("fits", bytes(3 * MIB))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12 * MIB + 5, limits[1]))
+        try:
+            with pytest.raises(StorageError, match=r"x\.v3 failed: File too large"):
+                writer.write_entry("does not", data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        given_up(writer)
+    assert os.listdir(tmp_path / "out") == []
 
 
 def test_an_error_of_the_caller_or_one_that_it_hides_leaves_nothing(tmp_path: Path) -> None:

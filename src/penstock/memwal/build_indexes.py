@@ -176,21 +176,21 @@ def build_indexes(table: BaseTable, names: Sequence[str] | None = None) -> Index
 def packed_report(builds: Sequence[PackedBuild]) -> IndexReport:
     """What was built of packed indexes, which need no commit."""
     by_name: dict[str, list[PackedBuild]] = {}
+    skipped = {build.name: build.skipped for build in builds if build.skipped is not None}
     for build in builds:
         if build.rows:
             by_name.setdefault(build.name, []).append(build)
-    return IndexReport(
-        tuple(
-            IndexBuild(
-                name,
-                fragments=len(done),
-                rows=sum(build.rows for build in done),
-                segment=done[0].uid,
-                caught_up=True,
-            )
-            for name, done in by_name.items()
+    done = (
+        IndexBuild(
+            name,
+            fragments=len(some),
+            rows=sum(build.rows for build in some),
+            segment=some[0].uid,
+            caught_up=name not in skipped,
         )
+        for name, some in by_name.items()
     )
+    return IndexReport((*done, *(IndexBuild(name, skipped=why) for name, why in skipped.items())))
 
 
 def build_together(table: BaseTable, plans: Sequence[IndexPlan]) -> IndexReport:

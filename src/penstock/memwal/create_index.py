@@ -35,6 +35,7 @@ from penstock.memwal.index_segments import to_remove
 from penstock.memwal.packed_indexes import (
     PACKED_KINDS,
     build_packed,
+    check_built,
     checked_name,
     declare,
     name_taken,
@@ -78,7 +79,7 @@ def create_index(
     if isinstance(kind, str) and kind.lower() in PACKED_KINDS:
         chosen = declare(table, column, kind.lower(), name, options)
         for plan in plan_packed(table, [chosen]):
-            build_packed(table, plan)
+            check_built(table, chosen, build_packed(table, plan).skipped)
         return chosen
     known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS, *PACKED_KINDS])
     if not isinstance(kind, str) or kind.lower() not in (*VECTOR_KINDS, *SCALAR_KINDS):

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import lance
 import numpy as np
 import pyarrow as pa
 
-from penstock.errors import NotATable
+from penstock.errors import InvalidInput, NotATable
 from penstock.index.base import IndexSpec, create_like
 from penstock.index.bloom import BloomFilter, pk_hashes
 from penstock.index.primary_key import key_array, newest_rows, one_chunk, write_pk_index
@@ -73,7 +74,9 @@ def flush_memtable(
     for packed in target.packed_specs:
         name = memtable.shape.columns_by_id.get(packed.field_id)
         if name is not None:
-            packed.write(target.store, packed.generation_key(prefix), rows.column(name))
+            # Values that the kind does not take are scanned; building the base's will say so.
+            with suppress(InvalidInput):
+                packed.write(target.store, packed.generation_key(prefix), rows.column(name))
     target.store.sync(prefix)
     return FlushedGeneration(
         generation=memtable.generation,

@@ -6,8 +6,9 @@
 
 A data file never changes, so neither does what its packed index says: rows are numbered as they
 lie in the file, deleted ones too, and any version of the table that has the data file can use it.
-A file that is missing costs time and nothing else: those rows are scanned. So files are written
-without a commit, whoever writes one twice writes the same, and clean-up may take them any time.
+A file that is missing costs time and nothing else: those rows are scanned. So values that a kind
+cannot hold keep no row from being flushed, merged or found. And files are written without a
+commit, whoever writes one twice writes the same, and clean-up may take them any time.
 
 When a merge adopts a generation's data file, the index goes with it (`carry_over`).
 
@@ -106,6 +107,13 @@ def declare(
     return chosen
 
 
+def check_built(table: BaseTable, name: str, skipped: str | None) -> None:
+    """Take a new declaration back if the index cannot be built of what is there."""
+    if skipped is not None:
+        withdraw(table, name)
+        raise InvalidInput(skipped)
+
+
 def withdraw(table: BaseTable, name: str) -> int | None:
     """Take a declaration back; returns the version without it, None if there is none."""
     if name not in (spec.name for spec in packed_specs(table.snapshot().details)):
@@ -148,6 +156,8 @@ class PackedBuild:
     uid: str
     rows: int
     size_bytes: int
+    skipped: str | None = None
+    """Why the kind cannot index what is in the file, which is scanned then."""
 
 
 def plan_packed(table: BaseTable, only: Sequence[str] | None = None) -> list[PackedPlan]:
@@ -184,7 +194,11 @@ def build_packed(table: BaseTable, plan: PackedPlan) -> PackedBuild:
             f"{table.uri}: {plan.data_file} should have {plan.rows} rows and has {rows.num_rows}; "
             "run doctor() to see what is wrong with the table"
         )
-    size_bytes = plan.spec.write(table.store, plan.spec.key(plan.data_file), rows.column(column))
+    key = plan.spec.key(plan.data_file)
+    try:
+        size_bytes = plan.spec.write(table.store, key, rows.column(column))
+    except InvalidInput as error:
+        return PackedBuild(plan.spec.name, plan.spec.uid, 0, 0, skipped=str(error))
     return PackedBuild(plan.spec.name, plan.spec.uid, rows.num_rows, size_bytes)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import lance
@@ -23,6 +24,7 @@ from lance.fragment import LanceFragment
 from pyroaring import BitMap
 
 from penstock.errors import Corruption, ObjectNotFound
+from penstock.memwal.base_table import BaseSnapshot
 from penstock.memwal.cache import ByteCache, FewCache
 from penstock.memwal.filters import Filter
 from penstock.memwal.fragments import Addresses
@@ -40,44 +42,48 @@ MAX_TAKEN_ROWS = 2_048
 TAKEN_SHARE = 1 / 500
 """nor a larger share of those there are: Lance then reads them faster by scanning."""
 LISTED_FOR_MS = 5_000.0
+READ_THREADS = 8
 _KEPT_VERSIONS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    index: PackedIndex
-    nbytes: int
 
 
 @dataclass(slots=True)
 class _Coverage:
     """Of one version, which data file each fragment has of a column, and which have an index."""
 
+    base: BaseSnapshot
     fragments: list[LanceFragment]
     files: dict[int, list[str | None]] = field(default_factory=dict)
     there: dict[str, frozenset[str]] = field(default_factory=dict)
     """Keys of the index files, by declaration."""
     listed_ms: dict[str, float] = field(default_factory=dict)
+    loaded: set[str] = field(default_factory=set)
+    """Keys of the index files that have been read once."""
 
 
 class PackedMemory:
     """What a reader keeps of packed indexes."""
 
     def __init__(self) -> None:
-        self._cache: ByteCache[_Loaded] = ByteCache(PACKED_CACHE_BYTES, "packed indexes")
+        self._cache: ByteCache[PackedIndex] = ByteCache(PACKED_CACHE_BYTES, "packed indexes")
         self._coverage: FewCache[_Coverage] = FewCache(_KEPT_VERSIONS)
         self._lock = threading.Lock()
 
     def load(self, store: ObjectStore, key: str) -> PackedIndex:
         """An index from memory, or from the store; `ObjectNotFound` if there is none."""
 
-        def read() -> _Loaded:
+        def read() -> PackedIndex:
             with PackedReader.from_store(store, key) as reader:
-                size_bytes = sum(map(reader.size, reader.names()))
-                return _Loaded(load_index(reader), size_bytes)
+                return load_index(reader)
+
+        def read_twice() -> PackedIndex:
+            try:
+                return read()
+            except Corruption:
+                # Somebody who built it again may have put other bytes in its place meanwhile.
+                return read()
 
         try:
-            return self._cache.get((store.uri, key), read).index
+            return self._cache.get((store.uri, key), read_twice)
         except Corruption as error:
             raise Corruption(
                 f"{store.uri}/{key} is damaged: {error}; remove it, rows are only found more "
@@ -86,9 +92,8 @@ class PackedMemory:
 
     def coverage(self, view: View, specs: Sequence[PackedSpec]) -> _Coverage:
         base, table = view.base, view.reader.table
-        known = self._coverage.get(
-            (table.uri, base.version), lambda: _Coverage(base.dataset.get_fragments())
-        )
+        # By the snapshot, which a kept one keeps from being another: a table may be made anew.
+        known = self._coverage.get(id(base), lambda: _Coverage(base, base.dataset.get_fragments()))
         with self._lock:
             now_ms = table.seams.clock.monotonic_ms()
             for spec in specs:
@@ -161,13 +166,8 @@ class PackedLookup:
         hit: list[LanceFragment] = []
         uncovered: list[LanceFragment] = []
         covered_rows = 0
-        for number, fragment in enumerate(coverage.fragments):
-            keys = {}
-            for name, spec in self._specs.items():
-                file = coverage.files[spec.field_id][number]
-                if file is not None and spec.key(file) in coverage.there.get(spec.uid, ()):
-                    keys[name] = spec.key(file)
-            rows = self._candidates(keys, fragment.physical_rows) if keys else None
+        keys = [self._keys(coverage, number) for number in range(len(coverage.fragments))]
+        for fragment, rows in zip(coverage.fragments, self._each(coverage, keys), strict=True):
             if rows is None:
                 uncovered.append(fragment)
                 continue
@@ -181,7 +181,31 @@ class PackedLookup:
         empty = np.empty(0, dtype=np.uint64)
         return np.concatenate([empty, *parts]), covered_rows, hit, uncovered
 
-    def _candidates(self, keys: dict[str, str], physical_rows: int) -> BitMap | None:
+    def _keys(self, coverage: _Coverage, number: int) -> dict[str, str]:
+        """Of the columns with an index in a fragment, where that is."""
+        keys = {}
+        for name, spec in self._specs.items():
+            file = coverage.files[spec.field_id][number]
+            if file is not None and spec.key(file) in coverage.there.get(spec.uid, ()):
+                keys[name] = spec.key(file)
+        return keys
+
+    def _each(self, coverage: _Coverage, keys: Sequence[dict[str, str]]) -> Sequence[BitMap | None]:
+        """Rows of each fragment that may match; indexes not met before are read side by side."""
+        work = list(zip(keys, coverage.fragments, strict=True))
+        unread = {key for named in keys for key in named.values()} - coverage.loaded
+        if len(unread) < 2:
+            return [self._candidates(*one) for one in work]
+        with ThreadPoolExecutor(READ_THREADS, "penstock-packed") as pool:
+            found = list(pool.map(lambda one: self._candidates(*one), work))
+        coverage.loaded |= unread
+        return found
+
+    def _candidates(self, keys: dict[str, str], fragment: LanceFragment) -> BitMap | None:
+        if not keys:
+            return None
+        physical_rows = fragment.physical_rows
+
         def index_of(column: str) -> PackedIndex | None:
             key = keys.get(column)
             if key is None:
@@ -245,21 +269,23 @@ class PackedLookup:
             spec = self._specs.get(column)
             if spec is None or source.field_id(column) != spec.field_id:
                 return None
+            key = spec.generation_key(source.key)
             try:
-                return self._memory.load(self._store, spec.generation_key(source.key))
+                index = self._memory.load(self._store, key)
             except ObjectNotFound:
                 return None
+            if index.rows != source.rows:
+                raise Corruption(
+                    f"{self._store.uri}/{key} is of {index.rows} rows and the generation has "
+                    f"{source.rows}; remove it, rows are only found more slowly without"
+                )
+            return index
 
-        if not source.is_current(self._view.shape):
-            return None
+        if not source.rows or not source.is_current(self._view.shape):
+            return None  # manifests of older writers do not say how many rows there are
         found = candidates(self._where.predicate, index_of)
         if found is None or len(found) > min(MAX_TAKEN_ROWS, source.rows * TAKEN_SHARE):
             return None
-        if found and found.max() >= source.rows:
-            raise Corruption(
-                f"a packed index of generation {source.path} names row {found.max()} of "
-                f"{source.rows}; remove its _packed directory, it is only slower without"
-            )
         return found
 
 

@@ -43,11 +43,14 @@ class PackedSpec:
         return f"{generation}/_packed/{self.uid}{_SUFFIX}"
 
     def write(self, store: ObjectStore, key: str, column: pa.ChunkedArray) -> int:
-        """Index a column and write it; returns how many bytes that took."""
+        """Index a column and write it; returns how many bytes that took.
+
+        `InvalidInput` if the kind does not take one of the values, such as a text too long for it.
+        """
         # Only here, so that tables without packed indexes do not wait for what writes them.
         from penstock.packed import PackedWriter, build_index
 
-        index = build_index(self.kind, column.combine_chunks(), **self.options)
+        index = build_index(self.kind, column, **self.options)
         with PackedWriter.to_store(store, key) as writer:
             index.write(writer)
             size_bytes: int = writer.finish()

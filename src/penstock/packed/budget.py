@@ -21,8 +21,8 @@ from penstock.errors import InvalidInput
 
 class ByteBudget:
     def __init__(self, limit_bytes: int) -> None:
-        if limit_bytes <= 0:
-            raise InvalidInput(f"a budget of {limit_bytes} bytes lets nothing through")
+        if type(limit_bytes) is not int or limit_bytes <= 0:
+            raise InvalidInput(f"a budget of {limit_bytes!r} bytes lets nothing through")
         self.limit_bytes = limit_bytes
         self._used_bytes = 0
         self._spare_bytes: int | None = None

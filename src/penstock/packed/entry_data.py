@@ -78,10 +78,13 @@ class StreamData:
         else:
             piece = self._file.read(out.nbytes)
             got = None if piece is None else len(piece)
-            if got:
+            if got and got <= out.nbytes:
                 out[:got] = piece
         if got is None:
             raise InvalidInput(f"{self._what} has nothing to read yet: give a file that blocks")
+        if not 0 <= got <= out.nbytes:
+            # What it did not write is what the buffer was last used for.
+            raise InvalidInput(f"{self._what} says {got} bytes were read of {out.nbytes}")
         return int(got)
 
 
@@ -96,15 +99,20 @@ def open_data(name: str, data: EntryData, size: int | None) -> Iterator[Data]:
     if isinstance(data, os.PathLike):
         try:
             file = open(data, "rb", buffering=0)  # noqa: SIM115 closed by the context below
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise InvalidInput(
-                f"{what}, {os.fspath(data)}, cannot be opened: {error.strerror}"
+                f"{what}, {os.fspath(data)!r}, cannot be opened: {reason}"
             ) from error
         with file:
             yield _of_file(what, file, size)
     elif hasattr(data, "readinto") or hasattr(data, "read"):
         if isinstance(data, io.TextIOBase):
             raise InvalidInput(f"{what} is a file of text: open it for reading bytes")
+        if getattr(data, "closed", False) is True or (
+            isinstance(data, io.FileIO | io.BufferedWriter) and not data.readable()
+        ):
+            raise InvalidInput(f"{what} is a file that is not open for reading")
         found = _of_file(what, data, size)
         yield found
         if isinstance(found, FileData):
@@ -123,6 +131,8 @@ def too_short(what: str, size: int, got: int) -> InvalidInput:
 def _of_memory(what: str, data: Any, size: int | None) -> MemoryData:
     try:
         view = memoryview(data)
+        if "O" in view.format:
+            raise TypeError("it holds Python objects, not their bytes")
         flat = view.cast("B") if view.nbytes else memoryview(b"")
     except TypeError as error:
         raise InvalidInput(

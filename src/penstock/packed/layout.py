@@ -53,6 +53,7 @@ MAX_META_BYTES = 256 << 20
 
 _CRC = re.compile(r"[0-9A-Fa-f]{8}")
 _LABEL = struct.Struct("<IQ")
+_MAX_SIZE = (1 << 63) - 1
 _REMEDY = "it is damaged or no packed file: restore it from a copy or write it again"
 
 
@@ -174,10 +175,11 @@ def canonical_json(value: Any) -> bytes:
         ) from error
 
 
-def parse_json(data: bytes | memoryview, what: str) -> Any:
-    """Strict JSON in UTF-8; `what` names it in the error."""
+def parse_json(data: bytes | memoryview, what: str, *, keys_once: bool = False) -> Any:
+    """Strict JSON in UTF-8; `what` names it in the error. A key's last value counts."""
+    hook = _each_once if keys_once else None
     try:
-        return json.loads(str(data, "utf-8"), parse_constant=_no_constant)
+        return json.loads(str(data, "utf-8"), parse_constant=_no_constant, object_pairs_hook=hook)
     except (ValueError, RecursionError) as error:
         raise Corruption(f"{what} is not JSON ({error}); {_REMEDY}") from error
 
@@ -202,7 +204,8 @@ def decode_directory(
     data: bytes | memoryview, footer: Footer, file_bytes: int, where: str
 ) -> Directory:
     """The directory of a file that is `file_bytes` long, every statement of it checked."""
-    table = parse_json(data, f"{where}: its directory")
+    # Of a key that is there twice, other readers may take the first: no two may see two files.
+    table = parse_json(data, f"{where}: its directory", keys_once=True)
     if not isinstance(table, dict) or not isinstance(table.get("entries"), list):
         raise Corruption(f"{where}: its directory has no list of entries; {_REMEDY}")
     encryption = _encryption(table, where) if "__edek__" in table else None
@@ -330,8 +333,10 @@ def _slices(
 
 def _size(found: Mapping[str, Any], key: str, what: str) -> int:
     value = found.get(key)
-    if type(value) is not int or value < 0:
-        raise Corruption(f"{what} has {value!r:.40} for {key}, not a whole number; {_REMEDY}")
+    if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+        raise Corruption(
+            f"{what} has {value!r:.40} for {key}, not a whole number of 63 bits; {_REMEDY}"
+        )
     return value
 
 
@@ -379,6 +384,13 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def _no_constant(found: str) -> None:

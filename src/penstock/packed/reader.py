@@ -12,7 +12,8 @@ Invariants
 - The magic is checked when opening if that costs no request, else together with the first data
   that is not in the tail.
 - What goes to files or streams needs workers x slice of memory, and one more slice for each
-  that is being decrypted, of which there are no more than processors, whatever the entry's size.
+  that is being decrypted, of which there are no more than processors, and for the piece of a
+  stream that its consumer has not let go of, whatever the entry's size.
 - Pool threads never wait for a consumer, nor for the budget.
 
 A reader may be used by many threads. Close it, or use it as a context manager.
@@ -35,6 +36,7 @@ from penstock.errors import Corruption, InvalidInput, StorageError
 from penstock.packed.budget import ByteBudget, Lease
 from penstock.packed.cipher import Cipher, FileCipher
 from penstock.packed.crc import combine, crc32c
+from penstock.packed.drafts import absolute, new_draft
 from penstock.packed.layout import (
     FOOTER_BYTES,
     MAGIC_BYTES,
@@ -61,6 +63,7 @@ from penstock.packed.source import (
     write_at,
 )
 from penstock.packed.workers import WORKERS, Workers, release_when_done
+from penstock.storage.disk import check_replaceable
 from penstock.storage.objects import Buffer, ObjectStore
 
 TAIL_BYTES = 64 << 10
@@ -69,10 +72,8 @@ HEAD_BYTES = 1 << 20
 SMALL_ENTRY_BYTES = 1 << 20
 CACHE_BYTES = 8 << 20
 """Small entries that were read are kept, so many bytes of them."""
-DRAFT_ATTEMPTS = 100
 
 _REMEDY = "restore the file from a copy or write it again"
-_SERIALS = itertools.count()
 
 Path = str | os.PathLike[str]
 
@@ -216,7 +217,7 @@ class PackedReader:
     def read_to_files(self, paths: Mapping[str, Path]) -> None:
         """Write entries to files, all at once; no file gets its name before all are right."""
         targets = [
-            (entry, pieces_of(entry, self._directory.encryption), os.path.abspath(path))
+            (entry, pieces_of(entry, self._directory.encryption), absolute(path))
             for name, path in paths.items()
             for entry in [self._entry(name)]
         ]
@@ -224,6 +225,8 @@ class PackedReader:
             raise InvalidInput(f"{self._where}: two entries cannot go to one file")
         drafts: list[str] = []
         try:
+            for _, _, path in targets:
+                check_replaceable(path)
             with self._reading():
                 beside = None if self._magic_seen else self._read_magic
                 sums = iter(self._workers.run_all(self._copies(targets, drafts), beside))
@@ -238,7 +241,7 @@ class PackedReader:
             ) from error
         finally:
             for draft in drafts:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     os.unlink(draft)
 
     def stream(self, name: str) -> Iterator[memoryview]:
@@ -327,7 +330,13 @@ class PackedReader:
             )
             self._check(entry, pieces, [crc32c(data)])
             return data
-        out = new_buffer(entry.size)
+        try:
+            out = new_buffer(entry.size)
+        except MemoryError:
+            raise InvalidInput(
+                f"{self._where}: entry {entry.name!r} has {entry.size} bytes, and there is not so "
+                f"much memory: use stream or read_to_file"
+            ) from None
         buffers = Buffers(_largest(pieces))
         tasks = (
             (
@@ -347,7 +356,7 @@ class PackedReader:
         largest = _largest(piece for _, pieces, _ in targets for piece in pieces)
         buffers = Buffers(largest if self.is_encrypted else min(largest, COPY_BYTES))
         for entry, pieces, path in targets:
-            drafts.append(_draft(path, entry.size))
+            drafts.append(new_draft(path, entry.size))
             for piece in pieces:
                 yield (
                     piece.stored_bytes,
@@ -556,20 +565,3 @@ class _SmallEntries:
 
 def _largest(pieces: Iterable[Piece]) -> int:
     return max((piece.stored_bytes for piece in pieces), default=0)
-
-
-def _draft(path: str, size_bytes: int) -> str:
-    """A file beside the one that is to be, so that it can take its name; nobody else uses it."""
-    for serial in itertools.islice(_SERIALS, DRAFT_ATTEMPTS):
-        draft = os.path.join(os.path.dirname(path), f".{os.getpid()}-{serial}.part")
-        try:
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileExistsError:
-            # Of a process that died and had the same number.
-            continue
-        try:
-            os.ftruncate(file, size_bytes)
-        finally:
-            os.close(file)
-        return draft
-    raise StorageError(f"{os.path.dirname(path)} is full of files named .*.part; remove them")

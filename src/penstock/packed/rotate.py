@@ -19,9 +19,10 @@ that copy. Only writing the data anew shuts out one who has had the key.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -90,7 +91,9 @@ def rewrap(
     """
     if isinstance(target, tuple):
         return rewrap_object(*target, cipher, new_key_id)
-    location = os.fspath(target)
+    if not isinstance(target, str | os.PathLike):
+        raise InvalidInput(f"{target!r} must be a path, a URI, or a store and a key")
+    location = os.fsdecode(target)
     if "://" not in location:
         return rewrap_file(location, cipher, new_key_id)
     parent, _, key = location.rpartition("/")
@@ -115,6 +118,8 @@ def rewrap_file(
         fd = _open_alone(where)
     except FileNotFoundError as error:
         raise ObjectNotFound(f"there is no file {where}") from error
+    except ValueError as error:
+        raise InvalidInput(f"{where!r} is no path of a file: {error}") from error
     except OSError as error:
         raise StorageError(
             f"{where} cannot be opened for changing its key: {error.strerror}"
@@ -144,6 +149,8 @@ def rewrap_object(
 ) -> RewrapReport:
     """Replace an object by one with the same sealed bytes and another key."""
     where = f"{key} in {store.uri}"
+    # Before anything is read: what is copied must be the object that the slots were found in.
+    before = store.head(key)
     tail = store.get_tail(key, TAIL_BYTES)
     start_of_tail = tail.size_bytes - tail.data.nbytes
 
@@ -158,7 +165,6 @@ def rewrap_object(
         return change.report(where, 0)
     slots_at = found.edek_at + slot_place(0)
     behind_at = slots_at + SLOTS * SLOT_CHARACTERS
-    before = store.head(key)
     with store.open_writer(key, expected_bytes=tail.size_bytes) as writer:
         for start in range(0, slots_at, COPY_BYTES):
             writer.write(store.get_range(key, start, min(COPY_BYTES, slots_at - start)))
@@ -193,14 +199,24 @@ def _find(read: Read, file_bytes: int, where: str) -> _Found:
     encryption = decode_directory(data, footer, file_bytes, where).encryption
     if encryption is None:
         raise InvalidInput(f"{where} is not encrypted and has no key to change")
-    envelope = decode_envelope(encryption.edek)
+    with _naming(where):
+        envelope, ez_id = decode_envelope(encryption.edek), parse_ez_id(encryption.ez_id)
     text = f'"{encryption.edek}"'.encode()
     if data.count(text) != 1:
         raise Corruption(
             f"{where}: __edek__ stands {data.count(text)} times in its directory as Penstock "
             f"writes it, and must once; restore it from a copy or write it again"
         )
-    return _Found(envelope, parse_ez_id(encryption.ez_id), start + data.index(text) + 1)
+    return _Found(envelope, ez_id, start + data.index(text) + 1)
+
+
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Ciphers and key providers do not know which file they are asked about."""
+    try:
+        yield
+    except (InvalidInput, Corruption) as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +234,8 @@ class _Change:
 
 def _plan(found: _Found, cipher: AesGcm, new_key_id: str | None, where: str) -> _Change:
     envelope = found.envelope
-    opened, data_key = cipher.unwrap(envelope, found.ez_id)
+    with _naming(where):
+        opened, data_key = cipher.unwrap(envelope, found.ez_id)
     key_id = cipher.provider.current() if new_key_id is None else new_key_id
     previous = tuple(dict.fromkeys(slot.key_id for slot in envelope.slots if slot is not None))
     if previous == (key_id,) and envelope.slots[0] == envelope.slots[1]:

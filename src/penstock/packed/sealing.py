@@ -5,7 +5,8 @@ Close them if they are not drained to the end: they wait for what still works wi
 and with the data.
 
 `plain_pieces` reads the next piece of a file while the last one is used. `sealed_runs` keeps a
-window of runs under way, each a few slices that one worker reads, sums and seals at a time.
+window of runs under way, each a few slices that one worker reads, sums, seals and, if told where,
+puts to their place.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from penstock.packed.cipher import FileCipher
 from penstock.packed.crc import crc32c
 from penstock.packed.entry_data import Data, FileData, MemoryData
+from penstock.packed.sink import Put
 
 CHUNK_BYTES = 4 << 20
 """What is read, summed and written at a time of a plain entry."""
@@ -153,7 +155,10 @@ class Sealing:
             self.cipher.seal_into(self.sequence + n, self.label(n), piece, sealed)
 
 
-def sealed_runs(data: Data, sealing: Sealing, shop: Workshop) -> Generator[SealedRun, None, None]:
+def sealed_runs(
+    data: Data, sealing: Sealing, shop: Workshop, put: Put | None = None
+) -> Generator[SealedRun, None, None]:
+    """Runs in order; with `put`, each was put to its place before it comes."""
     slice_size = sealing.slice_size
     run_bytes = max(1, RUN_BYTES // slice_size) * slice_size
     copies = 1 if isinstance(data, MemoryData) else 2
@@ -165,7 +170,7 @@ def sealed_runs(data: Data, sealing: Sealing, shop: Workshop) -> Generator[Seale
     try:
         while True:
             while len(window) < limit:
-                run = _begin_run(data, offset, run_bytes, sealing, shop)
+                run = _begin_run(data, offset, run_bytes, sealing, shop, put)
                 if run is None:
                     break
                 window.append(run)
@@ -182,7 +187,12 @@ def sealed_runs(data: Data, sealing: Sealing, shop: Workshop) -> Generator[Seale
 
 
 def _begin_run(
-    data: Data, offset: int, run_bytes: int, sealing: Sealing, shop: Workshop
+    data: Data,
+    offset: int,
+    run_bytes: int,
+    sealing: Sealing,
+    shop: Workshop,
+    put: Put | None,
 ) -> _Run | None:
     """Read and seal what is next, in the pool unless it is all there is; None at the end."""
     length = run_bytes if data.size is None else min(run_bytes, data.size - offset)
@@ -208,8 +218,12 @@ def _begin_run(
     def work() -> int:
         if isinstance(data, FileData):
             data.read_into(offset, plain)
-        sealing.seal(offset // sealing.slice_size, plain, out)
-        return crc32c(plain)
+        first = offset // sealing.slice_size
+        sealing.seal(first, plain, out)
+        crc = crc32c(plain)
+        if put is not None:
+            put(offset + first * overhead, out)
+        return crc
 
     if offset == 0 and plain.nbytes == data.size:
         crc: Future[int] = Future()

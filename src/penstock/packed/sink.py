@@ -1,7 +1,9 @@
 """Where a packed file goes: a path, the URI of an object, a store and a key, or an open file.
 
-A sink takes bytes in order. What it was given is there, whole and durable, once `commit` has
-returned; after `abort`, or if the process dies, nothing of it is to be seen under its name.
+A sink takes bytes in order; a path also has room reserved, which many threads then fill and must
+be done with before `commit` or `abort`. What a sink was given is there, whole and durable, once
+`commit` has returned; after `abort`, or if the process dies, nothing of it is to be seen under its
+name.
 An open file is the exception: it belongs to the caller, and what was written to it stays there.
 Half a packed file has no footer, and no reader takes it for a whole one.
 
@@ -18,17 +20,22 @@ import io
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import BinaryIO, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from penstock.errors import InvalidInput, StorageError
-from penstock.storage.disk import fsync_path, write_all
+from penstock.packed.drafts import absolute
+from penstock.storage.disk import check_replaceable, fsync_path, write_all
 from penstock.storage.entropy import SystemEntropy
 from penstock.storage.objects import ObjectStore, ObjectWriter
 from penstock.storage.open import open_store
 
 SinkTarget: TypeAlias = "str | os.PathLike[str] | BinaryIO"
+
+Put: TypeAlias = Callable[[int, memoryview], None]
+"""Fills a part of the room that was reserved, from its given byte on; from any thread."""
 
 SMALL_BYTES = 256 << 10
 
@@ -43,6 +50,9 @@ class Sink(Protocol):
 
     def write(self, data: memoryview) -> None:
         """Append; the buffer may be reused on return."""
+
+    def reserve(self, size_bytes: int) -> Put | None:
+        """Append room that is then filled out of order; None where only `write` appends."""
 
     def commit(self) -> None: ...
 
@@ -72,6 +82,8 @@ def open_sink(
             )
         return store_sink(open_store(parent, storage_options), unquote(key), expected_bytes)
     if hasattr(target, "write") and not isinstance(target, io.TextIOBase):
+        if getattr(target, "closed", False) is True:
+            raise InvalidInput("a packed file cannot be written to a file that is closed")
         return FileSink(target)
     raise InvalidInput(
         f"a packed file cannot be written to {type(target).__name__}: give a path, a URI, or a "
@@ -91,6 +103,9 @@ class StoreSink:
     def write(self, data: memoryview) -> None:
         self._writer.write(data)
 
+    def reserve(self, size_bytes: int) -> None:
+        return None
+
     def commit(self) -> None:
         self._writer.commit()
 
@@ -108,7 +123,8 @@ class FileSink:
     def write(self, data: memoryview) -> None:
         while data.nbytes:
             # A raw file may take less than it is given; an object of the caller's may not say.
-            taken: int | None = self._file.write(data)
+            with self._failures():
+                taken: int | None = self._file.write(data)
             if taken is None and not isinstance(self._file, io.RawIOBase):
                 return
             if not taken:
@@ -117,13 +133,24 @@ class FileSink:
                 )
             data = data[taken:]
 
+    def reserve(self, size_bytes: int) -> None:
+        return None
+
     def commit(self) -> None:
         flush = getattr(self._file, "flush", None)
         if flush is not None:
-            flush()
+            with self._failures():
+                flush()
 
     def abort(self) -> None:
         return None
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self.where} could not be written: {error}") from error
 
 
 class PathSink:
@@ -131,10 +158,11 @@ class PathSink:
         self.where = path
         if not path or "\0" in path or path.endswith("/"):
             raise InvalidInput(f"{path!r} names no file")
-        self._path = os.path.abspath(path)
+        self._path = absolute(path)
         self._directory, self._name = os.path.split(self._path)
         self._small = bytearray()
         with self._failures("open"):
+            check_replaceable(self._path)
             self._open = _Open(self._directory, self._name)
         self._forgotten = weakref.finalize(self, self._open.discard)
 
@@ -143,6 +171,19 @@ class PathSink:
             self._small += data
         else:
             self._flush(data)
+
+    def reserve(self, size_bytes: int) -> Put:
+        self._flush()
+        with self._failures("write"):
+            start = os.lseek(self._open.fd, 0, os.SEEK_CUR)
+            os.lseek(self._open.fd, size_bytes, os.SEEK_CUR)
+        return partial(self._put, start)
+
+    def _put(self, start: int, at: int, data: memoryview) -> None:
+        done = 0
+        with self._failures("write"):
+            while done < data.nbytes:
+                done += os.pwrite(self._open.fd, data[done:], start + at + done)
 
     def commit(self) -> None:
         self._flush()
@@ -178,9 +219,9 @@ class _Open:
     """The file while it is written: without a name, or with a hidden one (`temporary`)."""
 
     def __init__(self, directory: str, name: str) -> None:
-        # A quarter of the longest name there may be is enough to know the file by.
+        # With 4 bytes a character that stays below the longest name there may be, 255 bytes.
         token = SystemEntropy().token_bytes(8).hex()
-        self._hidden = f"{directory}/.{name[:60]}.{token}.tmp"
+        self._hidden = f"{directory}/.{name[:50]}.{token}.tmp"
         self._named = False
         self.fd = -1
         if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -101,7 +102,12 @@ def open_source(
 ) -> Source:
     if isinstance(source, bytes | bytearray | memoryview | pa.Buffer):
         return MemorySource(source)
-    location = os.fspath(source)
+    if not isinstance(source, str | os.PathLike):
+        raise InvalidInput(
+            f"a packed file cannot be read from {type(source).__name__}: give a path, a URI, or "
+            f"bytes; for a store and a key use PackedReader.from_store"
+        )
+    location = os.fsdecode(source)
     if "://" not in location:
         return FileSource(location)
     parent, _, key = location.rpartition("/")
@@ -121,7 +127,10 @@ class MemorySource:
     is_near = True
 
     def __init__(self, data: Buffer | bytearray) -> None:
-        self._data = memoryview(data).cast("B").toreadonly()
+        try:
+            self._data = memoryview(data).cast("B").toreadonly()
+        except TypeError as error:
+            raise InvalidInput(f"{self.name} is no contiguous buffer: {error}") from error
 
     def tail(self, length: int) -> Tail:
         return Tail(self._data[max(len(self._data) - length, 0) :], len(self._data))
@@ -152,12 +161,16 @@ class FileSource:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
         try:
-            self._file = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
+            # Not to wait for whoever might write to a pipe of that name.
+            self._file = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             raise ObjectNotFound(f"{self.name}: there is no such file") from None
         except (OSError, ValueError) as error:
             raise self._failure(error) from error
         self._closing = weakref.finalize(self, os.close, self._file)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            self.close()
+            raise self._failure("it is no regular file")
 
     def tail(self, length: int) -> Tail:
         size_bytes = os.fstat(self._file).st_size
@@ -198,7 +211,7 @@ class FileSource:
     def close(self) -> None:
         self._closing()
 
-    def _failure(self, error: Exception) -> StorageError:
+    def _failure(self, error: Exception | str) -> StorageError:
         return StorageError(f"{self.name} could not be read: {error}; check path and permissions")
 
 

@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 class Workers:
     def __init__(self, count: int, budget: ByteBudget | None) -> None:
-        if not 1 <= count <= MAX_WORKERS:
-            raise InvalidInput(f"workers must be between 1 and {MAX_WORKERS}, not {count}")
+        if type(count) is not int or not 1 <= count <= MAX_WORKERS:
+            raise InvalidInput(f"workers must be between 1 and {MAX_WORKERS}, not {count!r}")
         self.count = count
         self._budget = budget
         self._pool: ThreadPoolExecutor | None = None

@@ -3,9 +3,11 @@
 How data flows. Plain entries go straight from where they are to the sink; of large ones the CRC is
 computed, and of files the next piece is read, while a piece is being written. Encrypted entries
 are cut into slices, and a few slices at a time (a run) are read and sealed by a pool of workers
-into buffers that are used again and again; sealed runs go to the sink in order. The CRCs of runs
-are combined, so that no thread waits for another's. At the end come `__meta__`, the directory and
-the footer, and only then does the sink show the file.
+into buffers that are used again and again; sealed runs go to the sink in order. If the data's size
+is known and the sink is a path, each worker puts its run into the file itself, so that all
+processors have work while one of them is in the kernel. The CRCs of runs are combined, so that no
+thread waits for another's. At the end come `__meta__`, the directory and the footer, and only then
+does the sink show the file.
 
 Invariants
 - Buffers take at most `workers` slices and 32 MiB together, whatever the size of an entry; what
@@ -14,7 +16,7 @@ Invariants
   number is used twice. Plaintext never leaves memory.
 - Arguments are refused before anything of the entry was written, and the writer goes on. Whatever
   fails later leaves half an entry behind: the file is dropped at once and the writer refuses to go
-  on (`WriterPoisoned`).
+  on (`WriterPoisoned`). Only a commit whose answer is lost can leave a file, and that is whole.
 """
 
 from __future__ import annotations
@@ -76,6 +78,9 @@ class PackedWriter:
     store and a key. Used as a context manager it finishes at the end, or aborts if there was an
     error. `slice_size` matters to encrypted files only; `expected_bytes` to uploads above 78 GiB.
     """
+
+    _meta: dict[str, bytes]
+    _meta_bytes: int
 
     def __init__(
         self,
@@ -140,13 +145,24 @@ class PackedWriter:
         """Set one key of the file's meta, to a value as it is now; the last one put counts."""
         with self._lock:
             self._check_open()
-            self._put_all({**self._meta, key: _encode_meta(key, value)})
+            encoded = _encode_meta(key, value)
+            before = self._meta.get(key)
+            freed = 0 if before is None else _meta_bytes(key, before)
+            self._meta_bytes = _checked_meta_bytes(
+                self._meta_bytes - freed + _meta_bytes(key, encoded)
+            )
+            self._meta[key] = encoded
 
     def set_meta(self, meta: Mapping[str, Any]) -> None:
         """Make this the file's meta, instead of all that was set before."""
         with self._lock:
             self._check_open()
-            self._put_all({key: _encode_meta(key, value) for key, value in meta.items()})
+            if not isinstance(meta, Mapping):
+                raise InvalidInput(f"meta must map keys to values, not be {type(meta).__name__}")
+            whole = {key: _encode_meta(key, value) for key, value in meta.items()}
+            size = sum(_meta_bytes(key, value) for key, value in whole.items())
+            self._meta_bytes = _checked_meta_bytes(size)
+            self._meta = whole
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -203,7 +219,8 @@ class PackedWriter:
         self._state = _State.OPEN
         self._entries: list[EntryInfo] = []
         self._names: set[str] = set()
-        self._meta: dict[str, bytes] = {}
+        self._meta = {}
+        self._meta_bytes = 0
         self._least_directory_bytes = 0
         self._sequence = 0
         self._total_bytes = 0
@@ -217,8 +234,8 @@ class PackedWriter:
     def _check_open(self) -> None:
         if self._state is _State.POISONED:
             raise WriterPoisoned(
-                f"{self._sink.where} was given up because an earlier call failed, and nothing of "
-                f"it was kept; write it again with a new writer"
+                f"{self._sink.where} was given up because an earlier call failed; write it again "
+                f"with a new writer (only if it was finish that failed, it may be there, whole)"
             )
         if self._state is not _State.OPEN:
             raise WriterClosed(
@@ -232,7 +249,7 @@ class PackedWriter:
         except BaseException as error:
             self._sink.abort()
             self._end(_State.POISONED)
-            error.add_note(f"while {doing}, packed file {self._sink.where}; it was dropped")
+            error.add_note(f"while {doing}, packed file {self._sink.where}; it was given up")
             raise
 
     def _end(self, state: _State) -> None:
@@ -262,16 +279,6 @@ class PackedWriter:
                 f"bytes with entry {name!r}: use fewer entries, shorter names or larger slices"
             )
         self._least_directory_bytes = least
-
-    def _put_all(self, meta: dict[str, bytes]) -> None:
-        size = sum(len(value) for value in meta.values()) + sum(len(key) + 4 for key in meta)
-        # Sealing makes it longer, by less than this.
-        if size > MAX_META_BYTES - (MAX_META_BYTES >> 4):
-            raise InvalidInput(
-                f"a meta of {size} bytes is more than a packed file may have: meta is for small "
-                f"things, write large ones as entries"
-            )
-        self._meta = meta
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -324,17 +331,38 @@ class PackedWriter:
         sealing = Sealing(cipher, self._slice_size, self._sequence, label)
         slices: list[SliceInfo] = []
         size = crc = 0
-        with closing(sealed_runs(data, sealing, self._shop)) as runs:
+        put = None
+        if data.size is not None and data.size > RUN_BYTES:
+            count = -(-data.size // self._slice_size)
+            put = self._sink.reserve(data.size + count * cipher.overhead_bytes)
+        with closing(sealed_runs(data, sealing, self._shop, put)) as runs:
             for run in runs:
                 offset = self._offset
                 for sealed_bytes in run.slice_bytes:
                     slices.append(SliceInfo(offset, sealed_bytes))
                     offset += sealed_bytes
-                self._write(run.data)
+                if put is None:
+                    self._sink.write(run.data)
+                self._total_bytes = len(MAGIC) + offset
                 crc = combine(crc, run.crc32, run.plain_bytes) if size else run.crc32
                 size += run.plain_bytes
         self._sequence += len(slices)
         return EntryInfo(name, size, crc, tuple(slices))
+
+
+def _meta_bytes(key: str, value: bytes) -> int:
+    """What a key and its value take, at the least."""
+    return len(key) + len(value) + 4
+
+
+def _checked_meta_bytes(size: int) -> int:
+    # Sealing makes it longer, by less than this.
+    if size > MAX_META_BYTES - (MAX_META_BYTES >> 4):
+        raise InvalidInput(
+            f"a meta of {size} bytes is more than a packed file may have: meta is for small "
+            f"things, write large ones as entries"
+        )
+    return size
 
 
 def _encode_meta(key: str, value: Any) -> bytes:

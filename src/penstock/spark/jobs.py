@@ -69,7 +69,13 @@ from penstock.memwal.merge import (
     merge_piece,
     plan_merges,
 )
-from penstock.memwal.packed_indexes import PACKED_KINDS, build_packed, declare, plan_packed
+from penstock.memwal.packed_indexes import (
+    PACKED_KINDS,
+    build_packed,
+    check_built,
+    declare,
+    plan_packed,
+)
 from penstock.memwal.sample import SampleShare, plan_sample, read_share
 from penstock.memwal.snapshots import build_snapshot, load_regions
 from penstock.spark import tasks
@@ -305,7 +311,8 @@ def create_index(
     """Create an index: its model trained on a sample that tasks read, its parts built by tasks."""
     if isinstance(kind, str) and kind.lower() in PACKED_KINDS:
         chosen = declare(work.table, column, kind.lower(), name, options)
-        _build_packed(work)
+        built = {build.name: build.skipped for build in _build_packed(work).builds}
+        check_built(work.table, chosen, built.get(chosen))
         return chosen
     small = work.table.snapshot().rows < DRIVER_ROWS
     return index_creation.create_index(

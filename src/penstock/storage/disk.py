@@ -15,6 +15,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from stat import S_ISREG
 from types import TracebackType
 
 import xxhash
@@ -270,6 +271,13 @@ def write_all(fd: int, parts: Sequence[memoryview]) -> None:
             first += 1
         if written:
             waiting[first] = waiting[first][written:]
+
+
+def check_replaceable(path: str) -> None:
+    """An `OSError` if a rename to the path would replace anything but a regular file."""
+    with contextlib.suppress(FileNotFoundError):
+        if not S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EEXIST, "a directory, device or pipe has that name", path)
 
 
 def _unlink_if_there(path: str) -> None:

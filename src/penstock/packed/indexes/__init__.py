@@ -81,7 +81,12 @@ def build_index(kind: str, array: pa.Array | pa.ChunkedArray, **options: Any) ->
     if kind not in KINDS:
         raise InvalidInput(f"unknown kind of index {kind!r}; there are: {', '.join(KINDS)}")
     if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks()
+        try:
+            array = array.combine_chunks()
+        except pa.ArrowInvalid as error:
+            raise InvalidInput(
+                f"a {kind} index takes what fits one array of {array.type}: {error}"
+            ) from error
     if not isinstance(array, pa.Array):
         raise InvalidInput(f"an index is built from an Arrow array, not {type(array).__name__}")
     if isinstance(array, pa.ExtensionArray):
@@ -104,9 +109,12 @@ def load_index(
     chosen = kind or said.get("kind") or kind_of(reader)
     if chosen not in KINDS:
         raise Corruption(f"the file holds an index of a kind that is not known: {chosen!r}")
-    if value_type is None:
-        value_type = _said_type(said) if "type" in said else _implied_type(reader, chosen)
-    return KINDS[chosen].load(reader, value_type)
+    if value_type is not None or "type" not in said:
+        return KINDS[chosen].load(reader, value_type or _implied_type(reader, chosen))
+    try:
+        return KINDS[chosen].load(reader, _said_type(said))
+    except InvalidInput as error:
+        raise Corruption(f"the file says of itself what cannot be: {error}") from error
 
 
 def kind_of(reader: EntryReader) -> str:

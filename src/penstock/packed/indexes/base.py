@@ -15,9 +15,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import datetime, time, timedelta
+from decimal import Decimal
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.types as pat
 from pyroaring import BitMap
 
 from penstock.errors import InvalidInput
@@ -30,6 +34,13 @@ DESCRIPTION = "penstock"
 """Key of the meta under which our files say what they hold: `{"kind": …, "type": …}`."""
 
 
+_FINER = (
+    *(float, np.inexact, Decimal, pa.Scalar),
+    *(datetime, time, timedelta, np.datetime64, np.timedelta64),
+)
+"""Types that hold values between those of some of Arrow's."""
+
+
 class NotAnswered(InvalidInput):
     """A question that the kind of index is not for."""
 
@@ -40,6 +51,8 @@ class PackedIndex(ABC):
     def __init__(self, rows: int, value_type: pa.DataType) -> None:
         self.rows = rows
         self.value_type = value_type
+        self._nbytes: int | None = None
+        """Added up when it is asked for; None again when there is more."""
 
     # --- entries -----------------------------------------------------------------------------
 
@@ -58,6 +71,16 @@ class PackedIndex(ABC):
 
     def description(self) -> dict[str, Any]:
         return {"kind": self.kind, "type": str(self.value_type)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds, in files it unpacked too; some kinds hold more once asked."""
+        if self._nbytes is None:
+            self._nbytes = self._held_bytes()
+        return self._nbytes
+
+    @abstractmethod
+    def _held_bytes(self) -> int: ...
 
     # --- questions ---------------------------------------------------------------------------
 
@@ -105,9 +128,9 @@ class PackedIndex(ABC):
             case "not_in":
                 return self.is_not_null() - self.one_of(self._values(op, value))
             case "=":
-                return self.one_of(self._values(op, [value]))
+                return self.one_of(self._values(op, one(value)))
             case "!=":
-                return self.is_not_null() - self.one_of(self._values(op, [value]))
+                return self.is_not_null() - self.one_of(self._values(op, one(value)))
             case "<" | "<=":
                 return self.between(None, self._value(op, value), True, op == "<=")
             case ">" | ">=":
@@ -118,7 +141,7 @@ class PackedIndex(ABC):
                 low, high = (None if end is None else self._value(op, end) for end in value)
                 return self.between(low, high, True, True)
             case "prefix" | "like":
-                if not isinstance(value, str):
+                if not isinstance(value, str) or not _is_unicode(value):
                     raise InvalidInput(f"{op} takes text, not {value!r}")
                 return self.prefix(value) if op == "prefix" else self.like(value)
             case "intersects":
@@ -134,9 +157,10 @@ class PackedIndex(ABC):
     def _values(self, op: str, values: Any) -> pa.Array:
         if isinstance(values, pa.ChunkedArray):
             values = values.combine_chunks()
+        if isinstance(values, str | bytes):
+            raise InvalidInput(f"{op} takes a list of values, not {values!r}")
         try:
-            given = values if isinstance(values, pa.Array) else pa.array(values, self.value_type)
-            array = given if given.type == self.value_type else given.cast(self.value_type)
+            array = _exactly(values, self.value_type)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(
                 f"{op}: {values!r} is not of the index's type {self.value_type} ({error})"
@@ -146,10 +170,44 @@ class PackedIndex(ABC):
         return array
 
     def _value(self, op: str, value: Any) -> pa.Scalar:
-        return self._values(op, [value.as_py() if isinstance(value, pa.Scalar) else value])[0]
+        return self._values(op, one(value))[0]
 
     def _cannot(self, op: str) -> NotAnswered:
         return NotAnswered(f"a {self.kind} index of {self.value_type} does not answer {op!r}")
+
+
+def one(value: Any) -> Any:
+    """A value as a list of one; never by way of Python, which has no dates past the year 9999."""
+    return pa.repeat(value, 1) if isinstance(value, pa.Scalar) else [value]
+
+
+def _exactly(values: Any, value_type: pa.DataType) -> pa.Array:
+    """The values as an array of the type; an error if they are not values of it.
+
+    Arrow would make 1 of 1.5 and a day of a time on that day, and answer another question.
+    """
+    if not isinstance(values, pa.Array):
+        listed = list(values)
+        finer = [value for value in listed if isinstance(value, _FINER)]
+        if finer and not pat.is_floating(value_type):
+            _exactly(pa.array(finer), value_type)
+        return pa.array(listed, value_type)
+    if pat.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if values.type == value_type:
+        return values
+    cast = values.cast(value_type)
+    if pat.is_date(value_type) and not cast.cast(values.type).equals(values):
+        raise ValueError("they are not whole days")  # the one cast that does not mind
+    return cast
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written, as half of a surrogate pair cannot."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def everything(rows: int) -> BitMap:

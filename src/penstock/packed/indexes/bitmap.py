@@ -89,6 +89,16 @@ class BitmapIndex(OrderedIndex):
         self._rows_before: Counts = before[containers.borders]
         """How many rows the keys before each key have."""
 
+    def _held_bytes(self) -> int:
+        tables = (
+            self._starts,
+            self._rows_before,
+            self.valid_bits,
+            self._containers,
+            self.keys.values,
+        )
+        return int(self._data.nbytes + sum(table.nbytes for table in tables))
+
     def write_entries(self, writer: EntryWriter) -> None:
         writer.write_entry(BITMAP_DATA, self._data)
         if self.nullable:

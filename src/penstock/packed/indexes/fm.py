@@ -61,6 +61,9 @@ class FmIndex(PackedIndex):
         super().__init__(len(values), value_type)
         self._column = values
 
+    def _held_bytes(self) -> int:
+        return int(self._column.nbytes)
+
     def write_entries(self, writer: EntryWriter) -> None:
         raise _read_only()
 

@@ -7,21 +7,21 @@ which other writers choose, are read too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyroaring import BitMap
 
 from penstock.errors import Corruption, InvalidInput
 from penstock.packed.entries import EntryReader, EntryWriter
-from penstock.packed.indexes.base import IndexKind, PackedIndex
+from penstock.packed.indexes.base import IndexKind
 from penstock.packed.indexes.bitmap import BitmapKind
 from penstock.packed.indexes.numeric import checked_type
 from penstock.packed.indexes.ordered import no_options, plain_array
 from penstock.packed.indexes.stlsort import StlSortKind
 from penstock.packed.indexes.string_sort import is_text
+from penstock.packed.indexes.wrapped import WrappedIndex
 
 MAX_BITMAP_VALUES = 100
 
@@ -33,42 +33,12 @@ INNER_KINDS: Mapping[int, str] = {1: "bitmap", 2: "stlsort", 3: "marisa", 4: "in
 _NUMBERS = {name: number for number, name in INNER_KINDS.items()}
 
 
-class HybridIndex(PackedIndex):
+class HybridIndex(WrappedIndex):
     kind: ClassVar[str] = "hybrid"
-
-    def __init__(self, inner: PackedIndex) -> None:
-        super().__init__(inner.rows, inner.value_type)
-        self.inner = inner
 
     def write_entries(self, writer: EntryWriter) -> None:
         self.inner.write_entries(writer)
         writer.put_meta(INDEX_TYPE, _NUMBERS[self.inner.kind])
-
-    def is_null(self) -> BitMap:
-        return self.inner.is_null()
-
-    def is_not_null(self) -> BitMap:
-        return self.inner.is_not_null()
-
-    def one_of(self, values: pa.Array) -> BitMap:
-        return self.inner.one_of(values)
-
-    def between(
-        self, low: pa.Scalar | None, high: pa.Scalar | None, with_low: bool, with_high: bool
-    ) -> BitMap:
-        return self.inner.between(low, high, with_low, with_high)
-
-    def prefix(self, text: str) -> BitMap:
-        return self.inner.prefix(text)
-
-    def like(self, pattern: str) -> BitMap:
-        return self.inner.like(pattern)
-
-    def intersects(self, box: Sequence[float]) -> BitMap:
-        return self.inner.intersects(box)
-
-    def count(self, op: str, value: Any = None) -> int:
-        return self.inner.count(op, value)
 
 
 class HybridKind(IndexKind):

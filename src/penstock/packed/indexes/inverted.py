@@ -16,7 +16,6 @@ the one that tables have.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from typing import Any
 
 import numpy as np
@@ -29,17 +28,20 @@ from penstock.errors import InvalidInput
 from penstock.packed.entries import EntryReader, EntryWriter
 from penstock.packed.indexes.base import MAX_ROWS, IndexKind, PackedIndex
 from penstock.packed.indexes.like import like_exact, like_mask, like_prefix
+from penstock.packed.indexes.ordered import TextKeys
 from penstock.packed.indexes.postings import (
+    NULL_OFFSETS,
     Postings,
     damaged,
     read_array,
+    read_nulls,
     rows_bitmap,
     shared_prefix,
+    write_nulls,
 )
 from penstock.packed.indexes.terms import Terms, field_of, is_text
 
 POSTINGS_INDEX, POSTINGS_ROWS = "inverted_postings_index", "inverted_postings_rows"
-NULL_OFFSETS, HAS_NULL = "index_null_offset", "has_null"
 
 
 class InvertedIndex(PackedIndex):
@@ -56,6 +58,9 @@ class InvertedIndex(PackedIndex):
         self._terms = terms
         self._postings = postings
         self._nulls = nulls
+
+    def _held_bytes(self) -> int:
+        return self._terms.nbytes + self._postings.nbytes + self._nulls.nbytes
 
     def write_entries(self, writer: EntryWriter) -> None:
         self._terms.write(writer)
@@ -77,7 +82,10 @@ class InvertedIndex(PackedIndex):
     ) -> BitMap:
         first, last = (None if end is None else end.as_py() for end in (low, high))
         if is_text(self.value_type):
-            return self._between_texts(first, last, with_low, with_high)
+            shared = "" if first is None or last is None else shared_prefix(first, last)
+            texts, at = self._below(shared)
+            begin, end = texts.ends(low, high, with_low, with_high)
+            return self._postings.span(at + begin, at + end)
         if pa.types.is_boolean(self.value_type):
             inside = [
                 value
@@ -94,7 +102,7 @@ class InvertedIndex(PackedIndex):
 
     def prefix(self, text: str) -> BitMap:
         self._wants_text("prefix")
-        texts, at = self._terms.below(text)
+        texts, at = self._below(text)
         return self._postings.span(at, at + len(texts))
 
     def like(self, pattern: str) -> BitMap:
@@ -102,22 +110,13 @@ class InvertedIndex(PackedIndex):
         exact = like_exact(pattern)
         if exact is not None:
             return self._postings.of(self._terms.ordinals([exact]))
-        texts, at = self._terms.below(like_prefix(pattern))
-        matches = np.flatnonzero(like_mask(pa.array(texts, pa.large_string()), pattern))
-        return self._postings.of(matches + at)
+        texts, at = self._below(like_prefix(pattern))
+        return self._postings.of(np.flatnonzero(like_mask(texts.values, pattern)) + at)
 
-    def _between_texts(
-        self, low: str | None, high: str | None, with_low: bool, with_high: bool
-    ) -> BitMap:
-        texts, at = self._terms.below(
-            "" if low is None or high is None else shared_prefix(low, high)
-        )
-        start, stop = 0, len(texts)
-        if low is not None:
-            start = bisect_left(texts, low) if with_low else bisect_right(texts, low)
-        if high is not None:
-            stop = bisect_right(texts, high) if with_high else bisect_left(texts, high)
-        return self._postings.span(at + start, at + stop)
+    def _below(self, prefix: str) -> tuple[TextKeys, int]:
+        if not prefix:
+            self._nbytes = None  # all terms, which are kept
+        return self._terms.below(prefix)
 
     def _wants_text(self, op: str) -> None:
         if not is_text(self.value_type):
@@ -173,24 +172,6 @@ def distinct(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int64]]:
         values, inverse = np.unique(present, return_inverse=True)
     codes[valid] = inverse
     return pa.array(values), codes
-
-
-def write_nulls(writer: EntryWriter, nulls: npt.NDArray[np.uint64]) -> None:
-    if len(nulls):
-        writer.write_entry(NULL_OFFSETS, nulls.astype("<u8", copy=False))
-    writer.put_meta(HAS_NULL, bool(len(nulls)))
-
-
-def read_nulls(reader: EntryReader) -> npt.NDArray[np.uint64]:
-    said = reader.meta.get(HAS_NULL)
-    if not isinstance(said, bool) or said != (NULL_OFFSETS in reader.names()):
-        raise damaged("__meta__", f"{HAS_NULL} and the entry {NULL_OFFSETS!r} disagree")
-    if not said:
-        return np.zeros(0, np.uint64)
-    nulls = read_array(reader, NULL_OFFSETS, "<u8").astype(np.uint64, copy=False)
-    if np.any(nulls[1:] <= nulls[:-1]):
-        raise damaged(NULL_OFFSETS, "null rows are not in ascending order")
-    return nulls
 
 
 def check_nulls(nulls: npt.NDArray[np.uint64], postings: Postings) -> None:

@@ -17,7 +17,7 @@ cannot answer the last two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from penstock.packed.entries import EntryReader, EntryWriter
 from penstock.packed.indexes.base import DESCRIPTION, IndexKind, PackedIndex, everything
 from penstock.packed.indexes.json_values import State, extract, pointer
 from penstock.packed.indexes.postings import damaged, read_array, rows_bitmap
+from penstock.packed.indexes.wrapped import WrappedIndex
 
 NON_EXIST, HAS_NON_EXIST = "json_index_non_exist_offsets", "has_non_exist"
 NULL_ROWS, OTHER_TYPE = "penstock_json_null_rows", "penstock_json_other_type"
@@ -37,7 +38,7 @@ NULL_ROWS, OTHER_TYPE = "penstock_json_null_rows", "penstock_json_other_type"
 Rows = npt.NDArray[np.uint64]
 
 
-class JsonIndex(PackedIndex):
+class JsonIndex(WrappedIndex):
     kind = "json"
 
     def __init__(
@@ -49,11 +50,15 @@ class JsonIndex(PackedIndex):
         other_type: Rows | None = None,
     ) -> None:
         """`path` and the last two are None if the file does not say them."""
-        super().__init__(inner.rows, inner.value_type)
-        self.inner, self.path = inner, path
+        super().__init__(inner)
+        self.path = path
         self._non_exist, self._null_rows, self._other_type = non_exist, null_rows, other_type
 
     # --- entries -----------------------------------------------------------------------------
+
+    def _held_bytes(self) -> int:
+        lists = (self._non_exist, self._null_rows, self._other_type)
+        return self.inner.nbytes + sum(rows.nbytes for rows in lists if rows is not None)
 
     def write_entries(self, writer: EntryWriter) -> None:
         self.inner.write_entries(writer)
@@ -100,27 +105,6 @@ class JsonIndex(PackedIndex):
         if op in ("exists", "not_exists", "is_json_null", "is_other_type"):
             return len(self.query(op))
         return self.inner.count(op, value)
-
-    def is_null(self) -> BitMap:
-        """Rows without a value of the type, whatever the reason."""
-        return self.inner.is_null()
-
-    def one_of(self, values: pa.Array) -> BitMap:
-        return self.inner.one_of(values)
-
-    def between(
-        self, low: pa.Scalar | None, high: pa.Scalar | None, with_low: bool, with_high: bool
-    ) -> BitMap:
-        return self.inner.between(low, high, with_low, with_high)
-
-    def prefix(self, text: str) -> BitMap:
-        return self.inner.prefix(text)
-
-    def like(self, pattern: str) -> BitMap:
-        return self.inner.like(pattern)
-
-    def intersects(self, box: Sequence[float]) -> BitMap:
-        return self.inner.intersects(box)
 
     def _known_other_type(self, op: str) -> Rows:
         if self._other_type is None:

@@ -17,7 +17,6 @@ of strangers only if you trust them or if they are encrypted.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from typing import Any
 
 import marisa_trie
@@ -31,6 +30,7 @@ from penstock.errors import Corruption
 from penstock.packed.entries import EntryReader, EntryWriter
 from penstock.packed.indexes.base import IndexKind, PackedIndex
 from penstock.packed.indexes.like import like_exact, like_mask, like_prefix
+from penstock.packed.indexes.ordered import TextKeys
 from penstock.packed.indexes.postings import (
     Postings,
     damaged,
@@ -59,7 +59,12 @@ class MarisaIndex(PackedIndex):
         self._trie = trie
         self._str_ids = str_ids
         self._postings = postings
-        self._all: tuple[list[bytes], npt.NDArray[np.int64]] | None = None
+        self._trie_bytes = len(trie.tobytes())
+        self._all: tuple[TextKeys, npt.NDArray[np.int64]] | None = None
+
+    def _held_bytes(self) -> int:
+        walked = 0 if self._all is None else int(self._all[0].values.nbytes) + self._all[1].nbytes
+        return self._trie_bytes + self._str_ids.nbytes + self._postings.nbytes + walked
 
     def write_entries(self, writer: EntryWriter) -> None:
         writer.write_entry(TRIE, self._trie.tobytes())
@@ -80,53 +85,46 @@ class MarisaIndex(PackedIndex):
     def between(
         self, low: pa.Scalar | None, high: pa.Scalar | None, with_low: bool, with_high: bool
     ) -> BitMap:
-        first = None if low is None else low.as_py().encode()
-        last = None if high is None else high.as_py().encode()
-        shared = b"" if first is None or last is None else shared_prefix(first, last)
+        shared = "" if low is None or high is None else shared_prefix(low.as_py(), high.as_py())
         keys, ids = self._below(shared)
-        start, stop = 0, len(keys)
-        if first is not None:
-            start = bisect_left(keys, first) if with_low else bisect_right(keys, first)
-        if last is not None:
-            stop = bisect_right(keys, last) if with_high else bisect_left(keys, last)
-        return self._postings.of(ids[start:stop])
+        first, stop = keys.ends(low, high, with_low, with_high)
+        return self._postings.of(ids[first:stop])
 
     def prefix(self, text: str) -> BitMap:
-        return self._postings.of(self._below(text.encode())[1])
+        return self._postings.of(self._below(text)[1])
 
     def like(self, pattern: str) -> BitMap:
         exact = like_exact(pattern)
         if exact is not None:
             return self.one_of(pa.array([exact], self.value_type))
-        keys, ids = self._below(like_prefix(pattern).encode())
-        texts = pa.array(keys, pa.large_binary()).cast(pa.large_string())
-        return self._postings.of(ids[like_mask(texts, pattern)])
+        keys, ids = self._below(like_prefix(pattern))
+        return self._postings.of(ids[like_mask(keys.values, pattern)])
 
     def values(self) -> pa.Array:
         """The column the index was built from."""
-        keys, ids = self._below(b"")
+        keys, ids = self._below("")
         by_id = np.zeros(len(self._postings), np.int64)
         by_id[ids] = np.arange(len(ids))
         takes = pa.array(by_id[self._str_ids] if len(by_id) else self._str_ids, pa.int64())
         takes = pc.if_else(pa.array(self._str_ids >= 0), takes, pa.scalar(None, pa.int64()))
-        return pa.array(keys, pa.large_binary()).take(takes).cast(self.value_type)
+        return keys.values.take(takes).cast(self.value_type)
 
-    def _below(self, prefix: bytes) -> tuple[list[bytes], npt.NDArray[np.int64]]:
+    def _below(self, prefix: str) -> tuple[TextKeys, npt.NDArray[np.int64]]:
         """Keys that begin so, in order, and their ids; the walk of the whole trie is kept."""
-        if self._all is None:
-            found = self._trie.items(prefix)
-            found.sort()
-            keys = [key for key, _ in found]
-            ids = np.fromiter((key_id for _, key_id in found), np.int64, len(found))
-            if not prefix:
-                self._all = keys, ids
-            return keys, ids
-        keys, ids = self._all
-        start, stop = bisect_left(keys, prefix), len(keys)
-        end = prefix.rstrip(b"\xff")
-        if end:
-            stop = bisect_left(keys, end[:-1] + bytes([end[-1] + 1]))
-        return keys[start:stop], ids[start:stop]
+        if self._all is not None:
+            keys, ids = self._all
+            some = slice(*keys.prefix_ends(prefix))
+            return TextKeys(keys.values[some]), ids[some]
+        found = self._trie.items(prefix.encode())
+        found.sort()
+        ids = np.fromiter((key_id for _, key_id in found), np.int64, len(found))
+        try:
+            texts = pa.array([key for key, _ in found], pa.large_binary()).cast(pa.large_string())
+        except pa.ArrowInvalid as error:
+            raise damaged(TRIE, f"a key is no text ({error})") from error
+        if not prefix:
+            self._all, self._nbytes = (TextKeys(texts), ids), None
+        return TextKeys(texts), ids
 
 
 class MarisaKind(IndexKind):

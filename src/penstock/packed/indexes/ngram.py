@@ -36,14 +36,16 @@ from pyroaring import BitMap
 from penstock.errors import InvalidInput
 from penstock.packed.entries import EntryReader, EntryWriter
 from penstock.packed.indexes.base import IndexKind, PackedIndex
-from penstock.packed.indexes.inverted import check_nulls, distinct, read_nulls, write_nulls
+from penstock.packed.indexes.inverted import check_nulls, distinct
 from penstock.packed.indexes.like import like_mask, literals
 from penstock.packed.indexes.postings import (
     Postings,
     damaged,
     read_array,
+    read_nulls,
     rows_bitmap,
     text_array,
+    write_nulls,
 )
 from penstock.packed.indexes.terms import Terms
 
@@ -89,6 +91,10 @@ class NgramIndex(PackedIndex):
         self._postings = postings
         self._nulls = nulls
         self.min_gram, self.max_gram = lengths
+
+    def _held_bytes(self) -> int:
+        parts = (self._terms, self._grams_index, self._grams, self._values_held, self._postings)
+        return sum(part.nbytes for part in parts) + self._nulls.nbytes
 
     def write_entries(self, writer: EntryWriter) -> None:
         self._terms.write(writer)
@@ -259,13 +265,24 @@ def _all_grams(values: pa.Array, low: int, high: int) -> tuple[pa.Array, list[by
     while start < len(values):
         stop = int(np.searchsorted(offsets, offsets[start] + BLOCK_BYTES, "right")) - 1
         stop = max(stop, start + 1)
-        for gram, bitmap in _block_grams(values[start:stop], start, low, high):
-            held = bitmaps.setdefault(gram, bitmap)
-            if held is not bitmap:
-                held |= bitmap
+        for block in _pieces(values[start:stop], high):
+            for gram, bitmap in _block_grams(block, start, low, high):
+                held = bitmaps.setdefault(gram, bitmap)
+                if held is not bitmap:
+                    held |= bitmap
         start = stop
     grams = sorted(bitmaps)
     return pa.array(grams, pa.large_string()), [_portable(bitmaps[gram]) for gram in grams]
+
+
+def _pieces(values: pa.Array, high: int) -> Iterator[pa.Array]:
+    """The values as they are, or one that is longer than a block in pieces that overlap."""
+    if len(values) > 1 or values.nbytes <= 2 * BLOCK_BYTES:
+        yield values
+        return
+    text = values[0].as_py()
+    for at in range(0, len(text), BLOCK_BYTES):
+        yield pa.array([text[at : at + BLOCK_BYTES + high - 1]], pa.large_string())
 
 
 def _block_grams(values: pa.Array, first: int, low: int, high: int) -> Iterator[tuple[str, BitMap]]:

@@ -83,6 +83,9 @@ class NumericSortIndex(OrderedIndex):
         self._owners = owners
         self._is_nested = is_nested
 
+    def _held_bytes(self) -> int:
+        return int(self.keys.values.nbytes + self._owners.nbytes + self.valid_bits.nbytes)
+
     def write_entries(self, writer: EntryWriter) -> None:
         values = self.keys.values
         pairs = np.zeros(len(values), struct_of(values.dtype))

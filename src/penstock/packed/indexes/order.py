@@ -116,9 +116,43 @@ def text_groups(values: pa.Array, rows: npt.NDArray[Any] | None) -> tuple[pa.Arr
         borders = np.append(np.flatnonzero(begins), len(places))
         firsts = places[borders[:-1]]
         sorted_already = np.array_equal(firsts, np.arange(len(values)))
-        distinct = values if sorted_already else values.take(pa.array(firsts))
+        distinct = values if sorted_already else _taken(values, firsts)
     owners = places if rows is None else rows[places]
     return distinct, Postings(borders, owners.astype(np.uint32))
+
+
+def _taken(values: pa.Array, places: Positions) -> pa.Array:
+    """The values at these places; those of one length are several times faster as cells."""
+    cells = cells_of(values)
+    if cells is None:
+        return values.take(pa.array(places))
+    width = cells.dtype.itemsize
+    borders = np.arange(0, width * (len(places) + 1), width, dtype=_offset_type(values))
+    buffers = [None, pa.py_buffer(borders), pa.py_buffer(cells.take(places))]
+    return pa.Array.from_buffers(values.type, len(places), buffers)
+
+
+def cells_of(values: pa.Array) -> npt.NDArray[np.void] | None:
+    """The bytes of each value, if all are equally long and none is null; without a copy."""
+    borders = borders_of(values)
+    lengths = np.diff(borders)
+    if not len(values) or values.null_count or not lengths[0] or np.any(lengths != lengths[0]):
+        return None
+    return np.frombuffer(values.buffers()[2], f"V{lengths[0]}", len(values), int(borders[0]))
+
+
+def borders_of(values: pa.Array) -> npt.NDArray[Any]:
+    """Where each value begins in the array's bytes, and where the last one ends."""
+    offsets = values.buffers()[1]
+    if not offsets:
+        return np.zeros(len(values) + 1, _offset_type(values))
+    borders = np.frombuffer(offsets, _offset_type(values))
+    return borders[values.offset : values.offset + len(values) + 1]
+
+
+def _offset_type(values: pa.Array) -> type[np.int32 | np.int64]:
+    large = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+    return np.int64 if large else np.int32
 
 
 def _repeats(values: pa.Array) -> bool:
@@ -186,10 +220,8 @@ class _Windows:
     """Windows of the values' bytes, after the bytes that all values begin with."""
 
     def __init__(self, values: pa.Array) -> None:
-        large = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
-        _, offsets, data = values.buffers()
-        borders = np.frombuffer(offsets, np.int64 if large else np.int32)
-        borders = borders[values.offset : values.offset + len(values) + 1].astype(np.int64)
+        borders = borders_of(values).astype(np.int64)
+        data = values.buffers()[2]
         first, stop = int(borders[0]), int(borders[-1])
         padded = np.zeros(stop - first + 8, np.uint8)
         if data is not None:

@@ -20,7 +20,7 @@ from pyroaring import BitMap
 
 from penstock.errors import Corruption, InvalidInput
 from penstock.packed.entries import EntryReader
-from penstock.packed.indexes.base import MAX_ROWS, PackedIndex
+from penstock.packed.indexes.base import MAX_ROWS, PackedIndex, one
 from penstock.packed.indexes.like import like_mask, like_prefix
 from penstock.packed.indexes.numeric import Sorted, stored
 from penstock.packed.indexes.postings import damaged, read_array
@@ -102,7 +102,7 @@ class OrderedIndex(PackedIndex):
             case "is_not_null":
                 return self.valid_rows
             case "in" | "not_in" | "=" | "!=":
-                values = self._values(op, value if op.endswith("in") else [value])
+                values = self._values(op, value if op.endswith("in") else one(value))
                 found = self._count(self.keys.equal(values))
                 return found if op in ("in", "=") else self.valid_rows - found
             case "<" | "<=":
@@ -148,7 +148,7 @@ class NumberKeys:
 
 
 def _alone(value: pa.Scalar) -> npt.NDArray[Any]:
-    return stored(pa.array([value.as_py()], value.type))
+    return stored(pa.repeat(value, 1))
 
 
 class TextKeys:
@@ -180,17 +180,23 @@ class TextKeys:
     def between(
         self, low: pa.Scalar | None, high: pa.Scalar | None, with_low: bool, with_high: bool
     ) -> Spans:
+        return Spans.one(*self.ends(low, high, with_low, with_high))
+
+    def ends(
+        self, low: pa.Scalar | None, high: pa.Scalar | None, with_low: bool, with_high: bool
+    ) -> tuple[int, int]:
+        """Where the keys in a range begin, and where they end, which may be before that."""
         first, stop = 0, len(self)
         if low is not None:
             first = int(self._position(self._alone(low.as_py()), after=not with_low)[0])
         if high is not None:
             stop = int(self._position(self._alone(high.as_py()), after=with_high)[0])
-        return Spans.one(first, stop)
+        return first, stop
 
     def prefix(self, text: str) -> Spans:
-        return Spans.one(*self._prefix(text))
+        return Spans.one(*self.prefix_ends(text))
 
-    def _prefix(self, text: str) -> tuple[int, int]:
+    def prefix_ends(self, text: str) -> tuple[int, int]:
         begin = text.encode()
         if not begin:
             return 0, len(self)
@@ -202,7 +208,7 @@ class TextKeys:
         return int(ends[0]), int(stops[0])
 
     def like(self, pattern: str) -> Spans:
-        first, stop = self._prefix(like_prefix(pattern))
+        first, stop = self.prefix_ends(like_prefix(pattern))
         found = np.flatnonzero(like_mask(self.values[first:stop], pattern)) + first
         return Spans(found, found + 1)
 

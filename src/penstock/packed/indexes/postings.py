@@ -4,8 +4,8 @@ Values are numbered from 0. `rows[borders[v]:borders[v + 1]]` are the rows of va
 and no row belongs to two values; a row that belongs to none is null. What comes from a file is
 checked to be just that before it is used, all at once, so that a query can index without care.
 
-Also here, because the text indexes share it: reading an entry as an array, and the checks of
-arrays of text.
+Also here, because several indexes share it: reading an entry as an array, the list of null rows,
+and the checks of arrays of text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import pyarrow as pa
 from pyroaring import BitMap
 
 from penstock.errors import Corruption, InvalidInput
-from penstock.packed.entries import EntryReader
+from penstock.packed.entries import EntryReader, EntryWriter
 from penstock.packed.indexes.base import MAX_ROWS
+
+NULL_OFFSETS, HAS_NULL = "index_null_offset", "has_null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,10 @@ class Postings:
 
     def __len__(self) -> int:
         return len(self.borders) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.borders.nbytes + self.rows.nbytes
 
     @staticmethod
     def derive(values: npt.NDArray[np.int64], count: int) -> Postings:
@@ -114,6 +120,25 @@ def read_array(reader: EntryReader, name: str, dtype: str) -> npt.NDArray[Any]:
     if reader.size(name) % width:
         raise damaged(name, f"{reader.size(name)} bytes are no array of {width}-byte numbers")
     return np.frombuffer(reader.read(name), dtype)
+
+
+def write_nulls(writer: EntryWriter, nulls: npt.NDArray[np.uint64]) -> None:
+    """The null rows as an entry, if there are any, and in the meta whether there are."""
+    if len(nulls):
+        writer.write_entry(NULL_OFFSETS, nulls.astype("<u8", copy=False))
+    writer.put_meta(HAS_NULL, bool(len(nulls)))
+
+
+def read_nulls(reader: EntryReader) -> npt.NDArray[np.uint64]:
+    said = reader.meta.get(HAS_NULL)
+    if not isinstance(said, bool) or said != (NULL_OFFSETS in reader.names()):
+        raise damaged("__meta__", f"{HAS_NULL} and the entry {NULL_OFFSETS!r} disagree")
+    if not said:
+        return np.zeros(0, np.uint64)
+    nulls = read_array(reader, NULL_OFFSETS, "<u8").astype(np.uint64, copy=False)
+    if np.any(nulls[1:] <= nulls[:-1]) or (len(nulls) and nulls[-1] >= MAX_ROWS):
+        raise damaged(NULL_OFFSETS, "null rows are not in ascending order, or are too high")
+    return nulls
 
 
 def text_array(values: pa.Array, kind: str, options: Mapping[str, Any] | None = None) -> pa.Array:

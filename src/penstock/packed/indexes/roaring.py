@@ -119,6 +119,11 @@ class Containers:
     starts: Counts
     """First byte of each container."""
 
+    @property
+    def nbytes(self) -> int:
+        parts = (self.borders, self.high, self.counts, self.starts)
+        return sum(part.nbytes for part in parts)
+
     def rows(self, data: Any, first: Counts, stop: Counts) -> Rows:
         """Rows of bitmaps `first[i]` up to before `stop[i]`, for every i, one container after the
         other."""

@@ -38,10 +38,16 @@ from penstock.packed.indexes.base import (
 )
 from penstock.packed.indexes.bgi import Boxes, Numbers, Tree, spread, starts_of
 from penstock.packed.indexes.bgi_pack import pack
-from penstock.packed.indexes.postings import damaged, read_array, rows_bitmap
+from penstock.packed.indexes.postings import (
+    NULL_OFFSETS,
+    damaged,
+    read_array,
+    read_nulls,
+    rows_bitmap,
+    write_nulls,
+)
 
-TREE, COUNTS, NULLS = "index_file.bgi", "index_file.meta.json", "index_null_offset"
-FILE_NAMES, HAS_NULL = "file_names", "has_null"
+TREE, COUNTS, FILE_NAMES = "index_file.bgi", "index_file.meta.json", "file_names"
 DIMENSION = 2
 MAX_COUNTS_BYTES = 4096
 
@@ -59,14 +65,16 @@ class RtreeIndex(PackedIndex):
         self._starts = [starts_of(sizes) for sizes in tree.sizes]
         self._nulls = nulls
 
+    def _held_bytes(self) -> int:
+        parts = (*self._tree.sizes, *self._tree.boxes, *self._starts, self._tree.rows, self._nulls)
+        return sum(part.nbytes for part in parts)
+
     def write_entries(self, writer: EntryWriter) -> None:
         writer.write_entry(TREE, bgi.encode(self._tree))
         counts = {"count": len(self._tree.rows), "dimension": DIMENSION}
         writer.write_entry(COUNTS, json.dumps(counts, separators=(",", ":")).encode())
-        if len(self._nulls):
-            writer.write_entry(NULLS, self._nulls.astype("<u8", copy=False))
+        write_nulls(writer, self._nulls)
         writer.put_meta(FILE_NAMES, [TREE, COUNTS])
-        writer.put_meta(HAS_NULL, bool(len(self._nulls)))
 
     def description(self) -> dict[str, Any]:
         # No question takes a value of the column's type, so one that every reader knows will do.
@@ -112,7 +120,7 @@ class RtreeKind(IndexKind):
         names = reader.meta.get(FILE_NAMES)
         if not isinstance(names, list) or {TREE, COUNTS} - set(map(str, names)):
             raise damaged("__meta__", f"{FILE_NAMES} must name {TREE} and {COUNTS}")
-        nulls = _read_nulls(reader)
+        nulls = read_nulls(reader)
         tree = bgi.decode(read_array(reader, TREE, "u1").data, TREE)
         _check_counts(reader, len(tree.rows))
         rows = _check_rows(reader, tree.rows, nulls)
@@ -162,18 +170,6 @@ def _checked(corners: Sequence[pa.Array], array: pa.Array) -> Boxes:
 # --- what a file must hold -----------------------------------------------------------------
 
 
-def _read_nulls(reader: EntryReader) -> npt.NDArray[np.uint64]:
-    said = reader.meta.get(HAS_NULL)
-    if not isinstance(said, bool) or said != (NULLS in reader.names()):
-        raise damaged("__meta__", f"{HAS_NULL} and the entry {NULLS!r} disagree")
-    if not said:
-        return np.zeros(0, np.uint64)
-    nulls = read_array(reader, NULLS, "<u8").astype(np.uint64, copy=False)
-    if np.any(nulls[1:] <= nulls[:-1]) or (len(nulls) and nulls[-1] >= MAX_ROWS):
-        raise damaged(NULLS, "null rows are not in ascending order, or are too high")
-    return nulls
-
-
 def _check_counts(reader: EntryReader, boxes: int) -> None:
     if COUNTS not in reader.names() or reader.size(COUNTS) > MAX_COUNTS_BYTES:
         raise damaged(COUNTS, "it is missing or too long")
@@ -195,7 +191,7 @@ def _check_rows(reader: EntryReader, rows: Numbers, nulls: npt.NDArray[np.uint64
     if len(seen) != len(rows):
         raise damaged(TREE, "a row is in it twice")
     if seen.intersection_cardinality(rows_bitmap(nulls)):
-        raise damaged(NULLS, "a row with a box is among the null rows")
+        raise damaged(NULL_OFFSETS, "a row with a box is among the null rows")
     least = max(len(rows) + len(nulls), int(rows.max(initial=-1)) + 1)
     if len(nulls):
         least = max(least, int(nulls[-1]) + 1)

@@ -24,7 +24,7 @@ from penstock.errors import Corruption, InvalidInput
 from penstock.packed.entries import EntryReader, EntryWriter
 from penstock.packed.indexes.base import IndexKind
 from penstock.packed.indexes.numeric_sort import IDX_TO_OFFSETS, INDEX_DATA, rows_of_spans
-from penstock.packed.indexes.order import text_groups
+from penstock.packed.indexes.order import cells_of, text_groups
 from penstock.packed.indexes.ordered import (
     VALID_BITSET,
     OrderedIndex,
@@ -80,6 +80,9 @@ class StringSortIndex(OrderedIndex):
         self._postings = postings
         self._is_nested = is_nested
 
+    def _held_bytes(self) -> int:
+        return int(self.keys.values.nbytes + self._postings.nbytes + self.valid_bits.nbytes)
+
     def write_entries(self, writer: EntryWriter) -> None:
         writer.write_entry(INDEX_DATA, self._data())
         writer.write_entry(VALID_BITSET, self.valid_bits)
@@ -134,6 +137,13 @@ def with_lengths(strings: pa.Array, width: int) -> tuple[Bytes, npt.NDArray[np.i
     """Every string after its length as a number of `width` bytes, and where each of these begins;
     one more place says where the last one ends."""
     count = len(strings)
+    cells = cells_of(strings)
+    if cells is not None:
+        length = cells.dtype.itemsize
+        table = np.empty((count, width + length), np.uint8)
+        table[:, :width] = np.array([length], f"<u{width}").view(np.uint8)
+        table[:, width:] = cells.view(np.uint8).reshape(count, length)
+        return table.ravel(), np.arange(count + 1) * (width + length)
     lengths = pc.binary_length(strings).to_numpy().astype(f"<u{width}")
     steps = pa.py_buffer(np.arange(0, width * (count + 1), width, dtype=np.int64))
     heads = pa.Array.from_buffers(pa.large_binary(), count, [None, steps, pa.py_buffer(lengths)])

@@ -7,17 +7,23 @@ answered by its first and last number. Rows are the business of `Postings`: a do
 instead of one per row means that no query and no build goes through Python row by row.
 
 tantivy lives in files. They are made in, or unpacked to, a temporary directory of the process that
-goes when the index does. The files are those of the tantivy that is installed; Milvus uses a fork
-with a format of its own, so that neither loads the files of the other.
+goes when the index does, or, if the process is killed, when another one next makes its own. The
+files are those of the tantivy that is installed; Milvus uses a fork with a format of its own, so
+that neither loads the files of the other.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
+import json
+import os
 import shutil
+import struct
 import tempfile
+import threading
 import weakref
-from bisect import bisect_left, bisect_right
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +38,7 @@ import tantivy
 
 from penstock.errors import Corruption, InvalidInput
 from penstock.packed.entries import EntryReader, EntryWriter
+from penstock.packed.indexes.ordered import TextKeys
 from penstock.packed.indexes.postings import damaged
 
 VALUE, ORDINAL = "value", "ordinal"
@@ -41,18 +48,78 @@ MAX_FILES = 4096
 MAX_TEXT_BYTES = 65_530
 """The longest term tantivy keeps; a longer one it would leave out without a word."""
 
+_FOOTER_END = struct.Struct("<II")
+"""What tantivy ends its files with: the size of a footer in JSON before it, and a mark."""
+_FOOTER_MAGIC = 1337
+
+PREFIX = "penstock-terms-"
+LEFT_BEHIND_SECONDS = 3600.0
+_LOCK = "lock"
+
+
+class _Home:
+    """The process's own directory for scratch, locked for as long as it lives.
+
+    The lock goes with the process, however that ends. Directories of which nobody has the lock were
+    left behind by processes that were killed, and the next one to come removes them.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._process = os.getpid()
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        atexit.register(self.remove)
+        newest = self.path.stat().st_mtime - LEFT_BEHIND_SECONDS
+        for other in self.path.parent.glob(f"{PREFIX}*"):
+            if other != self.path:
+                self._remove_left_behind(other, newest)
+
+    def remove(self) -> None:
+        if self.is_ours:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is not that of the process this one was forked from."""
+        return os.getpid() == self._process
+
+    @staticmethod
+    def _remove_left_behind(home: Path, newest: float) -> None:
+        try:
+            if home.stat().st_mtime > newest:
+                return  # perhaps one that is not locked yet
+            lock = os.open(home / _LOCK, os.O_RDWR)
+        except OSError:
+            return  # somebody else's, or just gone
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(home, ignore_errors=True)
+        except BlockingIOError:
+            return
+        finally:
+            os.close(lock)
+
 
 class Scratch:
     """A temporary directory that is removed when nobody holds this any more."""
 
+    _home: ClassVar[_Home | None] = None
     _left_over: ClassVar[set[Path]] = set()
+    _guard: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="penstock-terms-"))
+        with Scratch._guard:
+            home = Scratch._home
+            if home is None or not home.is_ours or not home.path.exists():
+                home = Scratch._home = _Home()
+        self.path = Path(tempfile.mkdtemp(dir=home.path))
         weakref.finalize(self, Scratch.remove, self.path)
 
     @staticmethod
     def remove(*paths: Path) -> None:
+        if Scratch._home is None or not Scratch._home.is_ours:
+            return
         # A thread of tantivy that is just ending may put a lock file into a directory while it is
         # being removed. What is left of it is removed the next time.
         for path in {*Scratch._left_over, *paths}:
@@ -61,9 +128,6 @@ class Scratch:
                 Scratch._left_over.add(path)
             else:
                 Scratch._left_over.discard(path)
-
-
-atexit.register(Scratch.remove)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +205,23 @@ def _check_lengths(values: pa.Array) -> None:
         )
 
 
+def _check_sum(path: Path) -> None:
+    """Hold a file against the checksum at its end, at which tantivy does not look by itself.
+
+    A number that is wrong in it could make tantivy ask for so much memory that the process ends.
+    """
+    data = path.read_bytes()
+    footer_bytes, magic = _FOOTER_END.unpack(data[-_FOOTER_END.size :].rjust(_FOOTER_END.size))
+    body_bytes = len(data) - _FOOTER_END.size - footer_bytes
+    try:
+        footer = json.loads(data[max(body_bytes, 0) : -_FOOTER_END.size])
+    except ValueError:
+        footer = None
+    said = footer.get("crc") if isinstance(footer, dict) else None
+    if magic != _FOOTER_MAGIC or said != zlib.crc32(memoryview(data)[: max(body_bytes, 0)]):
+        raise damaged(path.name, "it is not what tantivy wrote")
+
+
 @contextmanager
 def _tantivy_errors() -> Iterator[None]:
     """What tantivy says of files it cannot make sense of, a panic included, as `Corruption`."""
@@ -162,11 +243,17 @@ class Terms:
             self._index.config_reader("manual")  # or a thread would watch for commits
             self._searcher = self._index.searcher()
             self._schema = self._index.schema
-        self._all: list[str] | None = None
+        self._all: TextKeys | None = None
         self._scratch = scratch
+        self._file_bytes = sum(path.stat().st_size for path in scratch.path.iterdir())
 
     def __len__(self) -> int:
         return self._searcher.num_docs
+
+    @property
+    def nbytes(self) -> int:
+        held = 0 if self._all is None else int(self._all.values.nbytes)
+        return self._file_bytes + held
 
     # --- files -------------------------------------------------------------------------------
 
@@ -209,6 +296,9 @@ class Terms:
                 raise Corruption(f"the index has no entry {name!r}; build it again")
         scratch = Scratch()
         reader.read_to_files({name: scratch.path / name for name in names})
+        for name in names:
+            if not name.endswith(".json"):
+                _check_sum(scratch.path / name)
         field = field_of(value_type)
         terms = Terms(scratch, field)
         terms.ordinals([field.sample])  # an error if the field is of another type
@@ -245,22 +335,22 @@ class Terms:
         first, last = self._checked(ends)
         return int(first), int(last) + 1
 
-    def below(self, prefix: str) -> tuple[list[str], int]:
+    def below(self, prefix: str) -> tuple[TextKeys, int]:
         """Texts that begin so, in order, and the number of the first; the rest follow it."""
-        if self._all is None:
+        texts = self._all
+        if texts is None:
             with _tantivy_errors():
-                texts = [term for term, _ in self._searcher.terms_with_prefix(VALUE, prefix)]
+                found = [term for term, _ in self._searcher.terms_with_prefix(VALUE, prefix)]
             # Code points order as their UTF-8 does.
-            texts.sort()
+            found.sort()
+            texts = TextKeys(pa.array(found, pa.large_string()))
             if not prefix:
                 self._all = texts
-        else:
-            start = bisect_left(self._all, prefix)
-            stop = bisect_right(self._all, prefix, key=lambda text: text[: len(prefix)])
-            texts = self._all[start:stop]
-        if not texts:
-            return [], 0
-        first = self.ordinals(texts[:1])
+        elif prefix:
+            texts = TextKeys(texts.values[slice(*texts.prefix_ends(prefix))])
+        if not len(texts):
+            return texts, 0
+        first = self.ordinals([texts.values[0].as_py()])
         if len(first) != 1 or first[0] + len(texts) > len(self):
             raise damaged("meta.json", "terms and documents do not fit together")
         return texts, int(first[0])
