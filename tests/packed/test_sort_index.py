@@ -178,6 +178,31 @@ def test_texts_of_one_length_are_moved_as_cells(kind: pa.DataType) -> None:
         assert starts[-1] == len(joined)
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
+def test_texts_that_begin_alike_are_compared_as_text(
+    kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "COMPARED_ROWS", 100)
+    monkeypatch.setattr(order, "SORT_CHUNK_ROWS", 64)
+    stems = [
+        "the river of ",
+        "the river of stones\0",
+        "the riverbed, \u00e9",
+        "\U0001f600 the lake ",
+    ]
+    values = [stems[n % 4] + str(n * 7919 % 900) for n in range(1001)] + [""]
+    rows = np.arange(len(values)) * 3 + 1
+    for array in (pa.array(values, kind)[5:], pa.array(values[:900:1], kind)):
+        assert order._begin_alike(array)
+        owners = rows[: len(array)]
+        wanted = array.cast(pa.large_binary()).to_pylist()
+        distinct, postings = order.text_groups(array, owners)
+        assert distinct.type == kind
+        assert distinct.cast(pa.large_binary()).to_pylist() == sorted(set(wanted))
+        by_text = sorted(range(len(wanted)), key=wanted.__getitem__)
+        assert postings.rows.tolist() == owners[by_text].tolist()
+
+
 # --- order ---------------------------------------------------------------------------------
 
 

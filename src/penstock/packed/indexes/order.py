@@ -6,11 +6,13 @@ few positions that agree in its leading bits are sorted once more by the rest of
 
 Text is sorted by windows of seven bytes. A window and how much of it is text make one key, so that
 "a" and "a\\0" differ; rows that agree in a full window go on to the next one, all of them at once.
-Only rows that still agree after `MAX_WINDOWS` are compared as text.
+Only rows that still agree after `MAX_WINDOWS` are compared as text. Many texts that begin alike
+would take many windows: a sample shows it, and they are compared at once, on every core.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,11 @@ from penstock.packed.indexes.numeric import ordered_bits
 from penstock.packed.indexes.postings import Postings
 
 MAX_WINDOWS = 16
+
+COMPARED_ROWS = 50_000
+"""Fewer texts that begin alike are sorted window by window like others."""
+MAX_SORT_THREADS = 4
+SORT_CHUNK_ROWS = 16_384
 
 SAMPLE_ROWS = 4096
 """How many rows are looked at to guess whether values repeat often."""
@@ -111,6 +118,10 @@ def text_groups(values: pa.Array, rows: npt.NDArray[Any] | None) -> tuple[pa.Arr
         distinct = encoded.dictionary.take(pa.array(order))
         borders = np.zeros(len(order) + 1, np.int64)
         np.cumsum(np.bincount(codes, minlength=len(order)), out=borders[1:])
+    elif len(values) >= COMPARED_ROWS and _begin_alike(values):
+        in_order, places = _compared(values)
+        borders = np.append(np.flatnonzero(_begins(in_order)), len(places))
+        distinct = in_order if len(borders) > len(places) else in_order.take(borders[:-1])
     else:
         places, begins = text_order(values)
         borders = np.append(np.flatnonzero(begins), len(places))
@@ -165,9 +176,7 @@ def text_order(values: pa.Array) -> tuple[Positions, Flags]:
     """Positions of the values, sorted by bytes, and which of them begin a new value."""
     count = len(values)
     if _is_sorted(values[:SAMPLE_ROWS]) and _is_sorted(values):
-        begins = np.ones(count, np.bool_)
-        begins[1:] = pc.not_equal(values[1:], values[:-1]).to_numpy(zero_copy_only=False)
-        return np.arange(count), begins
+        return np.arange(count), _begins(values)
     windows = _Windows(values)
     keys = windows.keys(np.arange(count), 0)
     order = stable_order(keys)
@@ -194,6 +203,39 @@ def text_order(values: pa.Array) -> tuple[Positions, Flags]:
         texts = rest["text"].combine_chunks().take(pa.array(again))
         begins[places[1:]] |= pc.not_equal(texts[1:], texts[:-1]).to_numpy(zero_copy_only=False)
     return order, begins
+
+
+def _begins(in_order: pa.Array) -> Flags:
+    """Which of sorted texts differ from the one before."""
+    begins = np.ones(len(in_order), np.bool_)
+    begins[1:] = pc.not_equal(in_order[1:], in_order[:-1]).to_numpy(zero_copy_only=False)
+    return begins
+
+
+def _begin_alike(values: pa.Array) -> bool:
+    """Whether most texts agree in their first window, so that several would have to be sorted."""
+    step = max(1, len(values) // SAMPLE_ROWS)
+    sample = values.take(pa.array(np.arange(0, len(values), step)))
+    keys = _Windows(sample).keys(np.arange(len(sample)), 0)
+    return bool(2 * len(np.unique(keys)) <= len(keys)) and not _is_sorted(sample)
+
+
+def _compared(values: pa.Array) -> tuple[pa.Array, Positions]:
+    """The values in order, and the position of each; DataFusion compares them on every core."""
+    from datafusion import SessionConfig, SessionContext, col
+
+    parts = min(MAX_SORT_THREADS, os.cpu_count() or 1)
+    context = SessionContext(SessionConfig().with_target_partitions(parts))
+    rows = pa.table({"text": values, "row": pa.array(np.arange(len(values), dtype=np.uint32))})
+    share = -(-len(values) // parts)
+    some = [
+        rows.slice(n * share, share).to_batches(max_chunksize=SORT_CHUNK_ROWS) for n in range(parts)
+    ]
+    frame = context.create_dataframe([batches for batches in some if batches])
+    done = pa.Table.from_batches(frame.sort(col("text").sort(), col("row").sort()).collect())
+    texts = done.column("text").cast(values.type).combine_chunks()
+    in_order = texts if isinstance(texts, pa.Array) else pa.concat_arrays(texts.chunks)
+    return in_order, done.column("row").to_numpy().astype(np.int64)
 
 
 def _is_sorted(values: pa.Array) -> bool:
