@@ -42,3 +42,6 @@ failed_advances = _counter("failed_advances", "Versions that could not be tried 
 gc_files = _counter("gc_files", "Files removed by clean-up", "what")
 gc_bytes = _counter("gc_bytes", "Bytes of files removed by clean-up", "what")
 gc_postponed = _counter("gc_postponed", "Regions whose generations clean-up left for the next time")
+packed_read_bytes = _counter("packed_read_bytes", "Bytes of entries read from packed files")
+packed_written_bytes = _counter("packed_written_bytes", "Bytes of packed files written")
+packed_budget_waits = _counter("packed_budget_waits", "Reads that waited for a byte budget")

@@ -29,18 +29,11 @@ from penstock.index.base import (
     create_like,
     load_index_specs,
 )
+from penstock.memwal import packed_indexes
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.index_choice import keep_serving
 from penstock.memwal.index_segments import to_remove
-from penstock.memwal.packed_indexes import (
-    PACKED_KINDS,
-    build_packed,
-    check_built,
-    checked_name,
-    declare,
-    name_taken,
-    plan_packed,
-)
+from penstock.memwal.packed_indexes import PACKED_KINDS, checked_name, name_taken
 from penstock.memwal.packed_specs import packed_specs
 from penstock.memwal.table_versions import version_exists
 
@@ -77,10 +70,7 @@ def create_index(
     """
     _check_column(table.snapshot(), column)
     if isinstance(kind, str) and kind.lower() in PACKED_KINDS:
-        chosen = declare(table, column, kind.lower(), name, options)
-        for plan in plan_packed(table, [chosen]):
-            check_built(table, chosen, build_packed(table, plan).skipped)
-        return chosen
+        return packed_indexes.create(table, column, kind.lower(), name, options)
     known = ", ".join([*VECTOR_KINDS, *SCALAR_KINDS, *PACKED_KINDS])
     if not isinstance(kind, str) or kind.lower() not in (*VECTOR_KINDS, *SCALAR_KINDS):
         raise InvalidInput(f"unknown index kind {kind!r}; there are: {known}")

@@ -20,7 +20,7 @@ is dropped and used again never meets files of its former self.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,49 +69,63 @@ def name_taken(table: BaseTable, name: str) -> InvalidInput:
     )
 
 
-def declare(
-    table: BaseTable, column: str, kind: str, name: str | None, options: Mapping[str, Any]
+def create(
+    table: BaseTable,
+    column: str,
+    kind: str,
+    name: str | None,
+    options: Mapping[str, Any],
+    run: Run | None = None,
 ) -> str:
-    """Declare an index, in place of one of that name; returns its name.
+    """Build an index of all data files, then declare it, in place of one of that name.
 
-    Data files get theirs when it is built.
+    `run` builds the files elsewhere. If it cannot be built of what is there, nothing changes.
     """
-    chosen = checked_name(column, name)
-    inner = kind.removeprefix("packed_")
+    spec = _prepared(table, column, kind, checked_name(column, name), options)
+    build = run or (lambda plans: [build_packed(table, plan) for plan in plans])
+    refused = [one.skipped for one in build(_lacking(table, spec)) if one.skipped is not None]
+    if refused:
+        table.store.delete_prefix(f"{DIRECTORY}/{spec.uid}")
+        raise InvalidInput(refused[0])
+    _declare(table, column, spec)
+    build(plan_packed(table, [spec.name]))  # of what has come meanwhile
+    return spec.name
 
+
+def _prepared(
+    table: BaseTable, column: str, kind: str, name: str, options: Mapping[str, Any]
+) -> PackedSpec:
+    from penstock.packed import build_index
+
+    base = table.snapshot()
+    _check_free(table, base, column, name)
+    inner = kind.removeprefix("packed_")
+    # An empty one tells whether the kind takes the column's type, and these options.
+    build_index(inner, pa.array([], base.shape.schema.field(column).type), **options)
+    try:
+        json.dumps(dict(options))
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"options of {name!r} must be plain values: {error}") from error
+    uid = table.seams.entropy.uuid4().hex
+    return PackedSpec(name, base.shape.field_ids[column], inner, uid, dict(options))
+
+
+def _check_free(table: BaseTable, base: BaseSnapshot, column: str, name: str) -> None:
+    if column not in base.shape.schema.names:
+        there = ", ".join(base.shape.schema.names)
+        raise InvalidInput(f"no column {column!r}; the table has {there}")
+    if name in (index.name for index in base.dataset.describe_indices()):
+        raise name_taken(table, name)
+
+
+def _declare(table: BaseTable, column: str, spec: PackedSpec) -> None:
     def change(details: MemWalIndexDetails | None) -> MemWalIndexDetails:
         assert details is not None
         base = table.snapshot()
-        if column not in base.shape.schema.names:
-            there = ", ".join(base.shape.schema.names)
-            raise InvalidInput(f"no column {column!r}; the table has {there}")
-        if chosen in (index.name for index in base.dataset.describe_indices()):
-            raise name_taken(table, chosen)
-        from penstock.packed import build_index
-
-        # An empty one tells whether the kind takes the column's type, and these options.
-        build_index(inner, pa.array([], base.shape.schema.field(column).type), **options)
-        said = {
-            "field_id": base.shape.field_ids[column],
-            "kind": inner,
-            "uid": table.seams.entropy.uuid4().hex,
-            "options": dict(options),
-        }
-        try:
-            text = json.dumps(said, sort_keys=True)
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(f"options of {chosen!r} must be plain values: {error}") from error
-        return _with_defaults(details, {DECLARED + chosen: text})
+        _check_free(table, base, _column_of(base, spec) or column, spec.name)
+        return _with_defaults(details, {DECLARED + spec.name: spec.to_json()})
 
     commit_details(table.store, table.storage_options, change, table.seams)
-    return chosen
-
-
-def check_built(table: BaseTable, name: str, skipped: str | None) -> None:
-    """Take a new declaration back if the index cannot be built of what is there."""
-    if skipped is not None:
-        withdraw(table, name)
-        raise InvalidInput(skipped)
 
 
 def withdraw(table: BaseTable, name: str) -> int | None:
@@ -160,19 +174,27 @@ class PackedBuild:
     """Why the kind cannot index what is in the file, which is scanned then."""
 
 
+Run = Callable[[Sequence[PackedPlan]], Sequence[PackedBuild]]
+
+
 def plan_packed(table: BaseTable, only: Sequence[str] | None = None) -> list[PackedPlan]:
     """The data files of the newest version that lack an index they should have."""
+    declared = packed_specs(table.snapshot().details)
+    chosen = [spec for spec in declared if only is None or spec.name in only]
+    return [plan for spec in chosen for plan in _lacking(table, spec)]
+
+
+def _lacking(table: BaseTable, spec: PackedSpec) -> list[PackedPlan]:
     base = table.snapshot()
+    if _column_of(base, spec) is None:
+        return []
+    there = {meta.key for meta in table.store.list(f"{DIRECTORY}/{spec.uid}")}
     plans = []
-    for spec in packed_specs(base.details):
-        if (only is not None and spec.name not in only) or _column_of(base, spec) is None:
-            continue
-        there = {meta.key for meta in table.store.list(f"{DIRECTORY}/{spec.uid}")}
-        for fragment in base.dataset.get_fragments():
-            file = column_file(fragment.metadata, spec.field_id)
-            if file is not None and spec.key(file) not in there:
-                rows = fragment.physical_rows
-                plans.append(PackedPlan(spec, base.version, fragment.fragment_id, file, rows))
+    for fragment in base.dataset.get_fragments():
+        file = column_file(fragment.metadata, spec.field_id)
+        if file is not None and spec.key(file) not in there:
+            rows = fragment.physical_rows
+            plans.append(PackedPlan(spec, base.version, fragment.fragment_id, file, rows))
     return plans
 
 

@@ -34,6 +34,16 @@ class PackedSpec:
     uid: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> str:
+        """What the declaration says."""
+        said = {
+            "field_id": self.field_id,
+            "kind": self.kind,
+            "uid": self.uid,
+            "options": dict(self.options),
+        }
+        return json.dumps(said, sort_keys=True)
+
     def key(self, data_file: str) -> str:
         """Where the index of one of the base's data files lies, below the table."""
         return f"{DIRECTORY}/{self.uid}/{data_file.removesuffix('.lance')}{_SUFFIX}"

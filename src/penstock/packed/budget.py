@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from types import TracebackType
 
+from penstock import metrics
 from penstock.errors import InvalidInput
 
 
@@ -39,6 +40,8 @@ class ByteBudget:
         turn = object()
         with self._changed:
             self._queue.append(turn)
+            if len(self._queue) > 1 or not self._has_room(size_bytes):
+                metrics.packed_budget_waits.inc()
             try:
                 while self._queue[0] is not turn or not (
                     self._has_room(size_bytes) or self._spare_bytes is None

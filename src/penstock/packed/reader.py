@@ -32,6 +32,7 @@ from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+from penstock import metrics
 from penstock.errors import Corruption, InvalidInput, StorageError
 from penstock.packed.budget import ByteBudget, Lease
 from penstock.packed.cipher import Cipher, FileCipher
@@ -74,6 +75,9 @@ CACHE_BYTES = 8 << 20
 """Small entries that were read are kept, so many bytes of them."""
 
 _REMEDY = "restore the file from a copy or write it again"
+_HITS = metrics.cache_hits.labels("packed entries")
+_MISSES = metrics.cache_misses.labels("packed entries")
+_EVICTIONS = metrics.cache_evictions.labels("packed entries")
 
 Path = str | os.PathLike[str]
 
@@ -372,6 +376,7 @@ class PackedReader:
                 f"{self._where}: entry {entry.name!r} has the CRC-32C {crc:08X}, and the "
                 f"directory says {entry.crc32:08X}; {_REMEDY}"
             )
+        metrics.packed_read_bytes.inc(entry.size)
 
     # --- streams -----------------------------------------------------------------------------
 
@@ -552,7 +557,8 @@ class _SmallEntries:
             found = self._entries.get(name)
             if found is not None:
                 self._entries.move_to_end(name)
-            return found
+        (_HITS if found is not None else _MISSES).inc()
+        return found
 
     def put(self, name: str, data: memoryview) -> None:
         with self._lock:
@@ -561,6 +567,7 @@ class _SmallEntries:
             self._used_bytes += len(data)
             while self._used_bytes > self._limit_bytes:
                 self._used_bytes -= len(self._entries.popitem(last=False)[1])
+                _EVICTIONS.inc()
 
 
 def _largest(pieces: Iterable[Piece]) -> int:

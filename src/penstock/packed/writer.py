@@ -29,6 +29,7 @@ from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from penstock import metrics
 from penstock.errors import InvalidInput, WriterClosed, WriterPoisoned
 from penstock.packed.cipher import Cipher, FileCipher
 from penstock.packed.crc import combine, crc32c
@@ -180,6 +181,7 @@ class PackedWriter:
                 self._write(memoryview(encode_footer(meta.stored_bytes, len(directory))))
                 self._sink.commit()
             self._end(_State.FINISHED)
+            metrics.packed_written_bytes.inc(self._total_bytes)
             return self._total_bytes
 
     def abort(self) -> None:

@@ -34,6 +34,7 @@ from rich.console import Console
 from penstock.errors import InvalidInput, VersionNotFound
 from penstock.index.base import IndexSpec, load_index_specs
 from penstock.memwal import create_index as index_creation
+from penstock.memwal import packed_indexes
 from penstock.memwal.base_table import BaseSnapshot, BaseTable
 from penstock.memwal.build_indexes import (
     BuiltSegment,
@@ -71,9 +72,9 @@ from penstock.memwal.merge import (
 )
 from penstock.memwal.packed_indexes import (
     PACKED_KINDS,
+    PackedBuild,
+    PackedPlan,
     build_packed,
-    check_built,
-    declare,
     plan_packed,
 )
 from penstock.memwal.sample import SampleShare, plan_sample, read_share
@@ -263,12 +264,15 @@ def index(work: Work) -> Outcome:
 def _build_packed(work: Work) -> IndexReport:
     """Write the packed indexes that data files lack, a file a task."""
     plans = plan_packed(work.table)
-    if not plans or work.budget.is_spent:
-        return IndexReport()
+    return IndexReport() if work.budget.is_spent else packed_report(_run_packed(work, plans))
+
+
+def _run_packed(work: Work, plans: Sequence[PackedPlan]) -> Sequence[PackedBuild]:
+    if not plans:
+        return []
     rows = sum(plan.rows for plan in plans)
     said = f"{_count(len(plans), 'packed file')}, {_count(rows, 'row')}"
-    built = work.each(build_packed, plans, "index", said, small=rows < DRIVER_ROWS)
-    return packed_report(built)
+    return list(work.each(build_packed, plans, "index", said, small=rows < DRIVER_ROWS))
 
 
 def _build(work: Work, plans: Sequence[IndexPlan]) -> IndexReport:
@@ -310,10 +314,8 @@ def create_index(
 ) -> str:
     """Create an index: its model trained on a sample that tasks read, its parts built by tasks."""
     if isinstance(kind, str) and kind.lower() in PACKED_KINDS:
-        chosen = declare(work.table, column, kind.lower(), name, options)
-        built = {build.name: build.skipped for build in _build_packed(work).builds}
-        check_built(work.table, chosen, built.get(chosen))
-        return chosen
+        run = partial(_run_packed, work)
+        return packed_indexes.create(work.table, column, kind.lower(), name, options, run)
     small = work.table.snapshot().rows < DRIVER_ROWS
     return index_creation.create_index(
         work.table,
