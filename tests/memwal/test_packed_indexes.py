@@ -38,6 +38,8 @@ FILTERS = [
     "name = 'n5' AND tenant > 50",
     "name LIKE 'n1%' AND tenant = 5",
     "name LIKE '%99' AND id < 400",
+    "name LIKE 'n_7%' AND tenant < 50",
+    "name LIKE 'n%7' AND NOT (name LIKE '_1_')",
     "NOT (tenant < 97)",
     "NOT (tenant IN (1, NULL))",
     "tenant NOT IN (1, 2, 3) AND name = 'n77'",

@@ -18,6 +18,7 @@ from penstock.memwal.predicates import (
     Compare,
     Constant,
     IsNull,
+    Like,
     Not,
     OneOf,
     Or,
@@ -33,7 +34,7 @@ Asked = Callable[[str], "PackedIndex | None"]
 def columns_asked(predicate: Predicate) -> set[str]:
     """The columns whose indexes could rule rows out."""
     match predicate:
-        case Compare(column) | OneOf(column) | IsNull(column) | TextMatch(column):
+        case Compare(column) | OneOf(column) | IsNull(column) | TextMatch(column) | Like(column):
             return {column}
         case And(parts):
             return set().union(*map(columns_asked, parts))
@@ -77,6 +78,10 @@ def _candidates(predicate: Predicate, index_of: Asked) -> BitMap | None:
         case TextMatch(column, kernel, text):
             asked = index_of(column)
             return None if asked is None else _matching_text(asked, kernel, text)
+        case Like(column, pattern):
+            # Never under a NOT: Lance may see in `_` and `%` less than an index does.
+            asked = index_of(column)
+            return None if asked is None else asked.query("like", pattern)
         case Not(IsNull(column)):
             asked = index_of(column)
             return None if asked is None else asked.query("is_not_null")

@@ -94,6 +94,14 @@ class Unknown:
     """Anything else: it may be true of any row."""
 
 
+@dataclass(frozen=True, slots=True)
+class Like(Unknown):
+    """A LIKE with wildcards inside, without escapes: only who has an index can say more of it."""
+
+    column: str
+    pattern: str
+
+
 Predicate: TypeAlias = (
     Constant | Compare | OneOf | IsNull | TextMatch | And | Or | Not | Truth | Unknown
 )
@@ -197,9 +205,9 @@ def _like(expr: Expr, schema: pa.Schema) -> Predicate:
     if not is_plain or expr.to_variant().escape_char() or text is None or not text.is_valid:
         return Unknown()
     bare = text.as_py().strip("%")
-    if not bare or any(character in bare for character in "%_\\"):
-        return Unknown()
     named = column_name(column)
+    if not bare or any(character in bare for character in "%_\\"):
+        return Unknown() if not bare or "\\" in bare else Like(named, text.as_py())
     kernels = {
         bare: "equal",
         bare + "%": "starts_with",
