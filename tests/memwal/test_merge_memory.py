@@ -85,10 +85,10 @@ def in_a_process(work: str, directory: Path, number: int) -> list[float]:
 
 def test_failure_25_memory_of_repeated_merges_does_not_grow(tmp_path: Path) -> None:
     penstock.connect(tmp_path).create_table("t", SCHEMA, primary_key="id")
-    resident = in_a_process("merge_again_and_again", tmp_path, 24)
-    early, late = statistics.median(resident[8:14]), statistics.median(resident[-6:])
-    # Ten merges lie between the two, each of so many rows.
-    assert late - early < 0.5 * 10 * CALL_ROWS * ROW_BYTES / MIB, resident
+    resident = in_a_process("merge_again_and_again", tmp_path, 40)
+    early, late = statistics.median(resident[12:20]), statistics.median(resident[-8:])
+    # Twenty merges lie between the two, each of so many rows.
+    assert late - early < 0.5 * 20 * CALL_ROWS * ROW_BYTES / MIB, resident
 
 
 @pytest.mark.soak
