@@ -39,7 +39,7 @@ import lance
 import numpy as np
 import pyarrow as pa
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from tests.packed.counting import CountingProxy
+from tests.s3_proxy import proxying
 from tests.s3_server import S3Server
 
 import penstock
@@ -300,8 +300,8 @@ def bench_requests() -> None:
 
 
 def count_requests(server: S3Server) -> None:
-    with CountingProxy(server.port) as proxy:
-        options = {**server.storage_options, "aws_endpoint": proxy.url}
+    with proxying(server.port) as proxy:
+        options = {**server.storage_options, "aws_endpoint": proxy.endpoint}
         uri = f"{server.uri()}.v3"
         with PackedWriter(uri, storage_options=options) as writer:
             writer.write_entry("small", os.urandom(4096))

@@ -44,6 +44,16 @@ def test_more_than_a_hundred_distinct_values_are_sorted(text: bool) -> None:
         assert_answers(again, values, asked)
 
 
+@pytest.mark.parametrize("distinct", [90, 3000])
+def test_a_million_texts(distinct: int) -> None:
+    array = texts.many(1_000_000, distinct)
+    known = array[:50].drop_null().to_pylist()
+    index = KIND.build(array)
+    assert index.inner.kind == ("bitmap" if distinct == 90 else "stlsort")
+    asked = texts.questions(known[0], known[1], "%lake%1_")
+    texts.assert_answers_at_scale(texts.reloaded(KIND, index), array, asked)
+
+
 def test_a_value_beyond_the_hundredth_is_seen_wherever_it_is() -> None:
     values = np.arange(300_000) % MAX_BITMAP_VALUES
     assert KIND.build(pa.array(values)).inner.kind == "bitmap"

@@ -240,6 +240,28 @@ def test_inner_kinds_answer_about_the_values(
     assert (description["path"], description["inner"]) == ("/v/0", inner)
 
 
+def test_a_million_documents() -> None:
+    """Every tenth row is missing, null, or of another type in turn; the others have a number."""
+    count = 1_000_000
+    odd = ["{}", '{"a":null}', '{"a":"x"}', None]
+    documents = [odd[n // 10 % 4] if n % 10 == 3 else f'{{"a":{n % 700}}}' for n in range(count)]
+    index = build_index("json", pa.array(documents), path="/a", value_type="int64")
+    numbers = np.arange(count)
+    there = numbers % 10 != 3
+    for each in (index, load_index(written(index))):
+        for op, value, wanted in (
+            ("=", 77, there & (numbers % 700 == 77)),
+            ("<", 5, there & (numbers % 700 < 5)),
+            ("not_in", [1, 2], there & ~np.isin(numbers % 700, [1, 2])),
+            ("is_null", None, ~there),
+            ("not_exists", None, ~there & (numbers // 10 % 4 == 0)),
+            ("is_json_null", None, ~there & (numbers // 10 % 4 == 1)),
+            ("is_other_type", None, ~there & (numbers // 10 % 4 == 2)),
+        ):
+            found = np.frombuffer(each.query(op, value).to_array(), np.uint32)
+            assert np.array_equal(found, np.flatnonzero(wanted)), op
+
+
 def test_a_column_of_arrows_json_type() -> None:
     texts = pa.array(['{"a": 2.5}', None, "{}"])
     for array in (
