@@ -78,11 +78,7 @@ def test_numbers_are_found_as_by_looking_at_each(data: st.DataObject) -> None:
 def test_text_is_found_as_by_looking_at_each(
     drawn: tuple[list[str | None], str, str, str], kind: pa.DataType
 ) -> None:
-    values, one, other, pattern = drawn
-    asked = texts.questions(one, other, pattern)
-    index = KIND.build(pa.array(["x", *values], kind)[1:])
-    assert_answers(index, values, asked)
-    assert_answers(texts.reloaded(KIND, index), values, asked)
+    texts.assert_found_as_by_looking(KIND, drawn, kind)
 
 
 @settings(max_examples=60, deadline=None)

@@ -74,6 +74,17 @@ def reloaded(kind: IndexKind, index: PackedIndex) -> PackedIndex:
     return kind.load(entries, index.value_type)
 
 
+def assert_found_as_by_looking(
+    kind: IndexKind, drawn: tuple[list[str | None], str, str, str], value_type: pa.DataType
+) -> None:
+    """A column of text, part of a longer one, as it is built and as it is loaded again."""
+    values, one, other, pattern = drawn
+    asked = questions(one, other, pattern)
+    index = kind.build(pa.array(["x", *values], value_type)[1:])
+    assert_answers(index, values, asked)
+    assert_answers(reloaded(kind, index), values, asked)
+
+
 def many(rows: int, distinct: int, seed: int = 1) -> pa.Array:
     """Text such as people have: words and numbers, a tenth null."""
     random = Random(seed)

@@ -22,11 +22,16 @@ MAX_WORKERS = 64
 T = TypeVar("T")
 
 
+def checked_workers(count: int) -> int:
+    """The number itself, if a reader or writer may have so many threads."""
+    if type(count) is not int or not 1 <= count <= MAX_WORKERS:
+        raise InvalidInput(f"workers must be from 1 to {MAX_WORKERS}, not {count!r}")
+    return count
+
+
 class Workers:
     def __init__(self, count: int, budget: ByteBudget | None) -> None:
-        if type(count) is not int or not 1 <= count <= MAX_WORKERS:
-            raise InvalidInput(f"workers must be between 1 and {MAX_WORKERS}, not {count!r}")
-        self.count = count
+        self.count = checked_workers(count)
         self._budget = budget
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()

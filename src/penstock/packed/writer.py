@@ -54,10 +54,10 @@ from penstock.packed.layout import (
 )
 from penstock.packed.sealing import RUN_BYTES, Sealing, Workshop, plain_pieces, sealed_runs
 from penstock.packed.sink import Sink, open_sink, store_sink
+from penstock.packed.workers import checked_workers
 from penstock.storage.objects import ObjectStore
 
 WORKERS = max(2, min(8, os.cpu_count() or 2))
-MAX_WORKERS = 64
 MAX_SLICE_BYTES = 64 << 20
 
 _ENTRY_TEXT_BYTES = 40
@@ -199,8 +199,7 @@ class PackedWriter:
     # --- life --------------------------------------------------------------------------------
 
     def _prepare(self, cipher: Cipher | None, slice_size: int, workers: int) -> None:
-        if type(workers) is not int or not 1 <= workers <= MAX_WORKERS:
-            raise InvalidInput(f"workers must be from 1 to {MAX_WORKERS}, not {workers!r}")
+        checked_workers(workers)
         if (
             type(slice_size) is not int
             or not SLICE_ALIGNMENT_BYTES <= slice_size <= MAX_SLICE_BYTES
