@@ -64,7 +64,9 @@ def assert_answers(
     index: PackedIndex, values: list[str | None], asked: list[tuple[str, Any]]
 ) -> None:
     for op, value in asked:
-        assert list(index.query(op, value)) == expected(values, op, value), (op, value)
+        wanted = expected(values, op, value)
+        assert list(index.query(op, value)) == wanted, (op, value)
+        assert index.count(op, value) == len(wanted), (op, value)
 
 
 def reloaded(kind: IndexKind, index: PackedIndex) -> PackedIndex:
